@@ -1,0 +1,146 @@
+"""Argument checks, read off the declaration. Every message is built from the values that were checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .schema import Args, Dims, Op, Scalar, Shape, Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _one_of(names: Iterable[str]) -> str:
+    listed = list(names)
+    return listed[0] if len(listed) == 1 else "one of " + ", ".join(listed)
+
+
+def _shape_text(shape: Shape) -> str:
+    return "[" + ", ".join(str(d) for d in shape) + "]"
+
+
+class Binder:
+    """Binds named dimensions to sizes, argument by argument, remembering who bound each."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.dims: Dims = {}
+        self.bound_by: dict[str, str] = {}
+
+    def bind(self, arg: Tensor, value: torch.Tensor) -> None:
+        shape = next((s for s in arg.alternatives if len(s) == value.dim()), None)
+        if shape is None:
+            ranks = _one_of(_shape_text(s) for s in arg.alternatives)
+            raise ValueError(f"{self.op.name}: {arg.name} must have shape {ranks}, got {list(value.shape)}")
+        for dim, size in zip(shape, value.shape, strict=True):
+            if dim.name and dim.name not in self.dims:
+                if size < dim.offset or (size - dim.offset) % dim.scale != 0:
+                    self._mismatch(arg, shape, value)
+                self.dims[dim.name] = (size - dim.offset) // dim.scale
+                self.bound_by[dim.name] = arg.name
+            elif dim.value(self.dims) != size:
+                self._mismatch(arg, shape, value)
+
+    def _mismatch(self, arg: Tensor, shape: Shape, value: torch.Tensor) -> None:
+        known = [f"{d.name}={self.dims[d.name]} (from {self.bound_by[d.name]})" for d in shape if d.name in self.dims]
+        where = f" with {', '.join(dict.fromkeys(known))}" if known else ""
+        raise ValueError(
+            f"{self.op.name}: {arg.name} must have shape {_shape_text(shape)}{where}, got {list(value.shape)}"
+        )
+
+
+def bind_dims(op: Op, args: Args) -> Dims:
+    """Named dimensions of a call, from the tensors that are present. Raises on a type or shape that cannot be."""
+    binder = Binder(op)
+    for arg in op.tensors:
+        value = args[arg.name]
+        if value is None:
+            if not arg.optional and arg.role != "out":
+                raise TypeError(f"{op.name}: {arg.name} must be a torch.Tensor, got None")
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op.name}: {arg.name} must be a torch.Tensor, got {type(value).__name__}")
+        binder.bind(arg, value)
+    return binder.dims
+
+
+def check(op: Op, args: Args) -> Dims:
+    """Everything that can be known without reading tensor contents; raises before anything is written."""
+    dims = bind_dims(op, args)
+    device: tuple[torch.device, str] | None = None
+    for arg in op.args:
+        value = args[arg.name]
+        if isinstance(arg, Scalar):
+            _check_scalar(op, arg, value)
+        elif value is not None:
+            device = device or (value.device, arg.name)
+            _check_tensor(op, arg, value, args, device)
+    for rule in op.rules:
+        if not rule.holds(dims, args):
+            raise ValueError(f"{op.name}: " + rule.text.format(**{**args, **dims}))
+    return dims
+
+
+def _check_tensor(op: Op, arg: Tensor, value: torch.Tensor, args: Args, device: tuple[torch.device, str]) -> None:
+    if isinstance(arg.dtypes, str):
+        other = args[arg.dtypes]
+        if other is not None and value.dtype != other.dtype:
+            raise ValueError(
+                f"{op.name}: {arg.name} must have the dtype of {arg.dtypes} ({dtype_name(other.dtype)}), "
+                f"got {dtype_name(value.dtype)}"
+            )
+    elif value.dtype not in arg.dtypes:
+        raise ValueError(
+            f"{op.name}: {arg.name} must be {_one_of(dtype_name(d) for d in arg.dtypes)}, got {dtype_name(value.dtype)}"
+        )
+    if value.device != device[0]:
+        raise ValueError(
+            f"{op.name}: {arg.name} must be on {device[0]} (the device of {device[1]}), got {value.device}"
+        )
+    if arg.layout == "last" and value.dim() and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(
+            f"{op.name}: {arg.name} must have a contiguous last dimension (stride 1), got strides {list(value.stride())}"
+        )
+    if arg.layout == "dense" and not value.is_contiguous():
+        raise ValueError(f"{op.name}: {arg.name} must be contiguous, got strides {list(value.stride())}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op.name}: {arg.name} must not require grad (these kernels have no backward; use torch.no_grad()), "
+            "got requires_grad=True"
+        )
+
+
+def _check_scalar(op: Op, arg: Scalar, value: object) -> None:
+    if isinstance(value, torch.SymInt):
+        return
+    legal = (int, float) if arg.type is float else (arg.type,)
+    if not isinstance(value, legal) or (isinstance(value, bool) and arg.type is not bool):
+        raise TypeError(f"{op.name}: {arg.name} must be {arg.type.__name__}, got {type(value).__name__}")
+    if arg.choices and value not in arg.choices:
+        raise ValueError(f"{op.name}: {arg.name} must be {_one_of(arg.choices)}, got {value!r}")
+    if isinstance(value, (int, float)) and value != value:
+        raise ValueError(f"{op.name}: {arg.name} must be a number, got {value}")
+    if arg.minimum is not None and isinstance(value, (int, float)):
+        below = value <= arg.minimum if arg.exclusive else value < arg.minimum
+        if below:
+            sign = ">" if arg.exclusive else ">="
+            raise ValueError(f"{op.name}: {arg.name} must be {sign} {arg.minimum:g}, got {value}")
+
+
+def allocate(op: Op, args: Args) -> dict[str, object]:
+    """`args` with every output that the caller left out allocated on the device of the first tensor."""
+    missing = [t for t in op.outputs if t.allocate and args[t.name] is None]
+    if not missing:
+        return dict(args)
+    dims = bind_dims(op, args)
+    first = next(args[t.name] for t in op.tensors if args[t.name] is not None)
+    filled = dict(args)
+    for out in missing:
+        shape = [d.value(dims) for d in out.alternatives[0]]
+        source = out.out_dtype if out.out_dtype is not None else out.dtypes
+        dtype = source if isinstance(source, torch.dtype) else args[source].dtype if isinstance(source, str) else source[0]
+        filled[out.name] = torch.empty(shape, dtype=dtype, device=first.device)
+    return filled
