@@ -1,0 +1,168 @@
+#include "threads.h"
+
+#include <cstdlib>
+#include <fstream>
+#include <new>
+#include <string>
+
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pk {
+namespace {
+
+// Longer than the gap between two ops or two decode steps; then the thread sleeps on a futex.
+constexpr int kSpins = 4000;
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void wait_while(std::atomic<int32_t>& word, int32_t value, std::atomic<int32_t>& parked) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (word.load(std::memory_order_acquire) != value) return;
+    relax();
+  }
+  parked.fetch_add(1);
+  while (word.load() == value) word.wait(value);
+  parked.fetch_sub(1);
+}
+
+}  // namespace
+
+Team::Team(int size) : size_(size) {
+  for (int tid = 1; tid < size; ++tid) threads_.emplace_back([this, tid] { worker(tid); });
+}
+
+Team::~Team() {
+  stop_ = true;
+  barrier();
+  for (auto& t : threads_) t.join();
+}
+
+void Team::barrier() {
+  const int32_t epoch = epoch_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+    arrived_.store(0, std::memory_order_relaxed);
+    epoch_.store(epoch + 1);
+    if (parked_.load()) epoch_.notify_all();
+    return;
+  }
+  wait_while(epoch_, epoch, parked_);
+}
+
+void Team::run_erased(Erased fn, void* body) {
+  std::lock_guard<std::mutex> lock(caller_);
+  const uint32_t saved = flush_denormals();
+  fn_ = fn;
+  body_ = body;
+  if (size_ > 1) barrier();
+  fn(body, 0);
+  if (size_ > 1) barrier();
+  restore_denormals(saved);
+}
+
+void Team::worker(int tid) {
+  flush_denormals();
+  for (;;) {
+    barrier();
+    if (stop_) return;
+    fn_(body_, tid);
+    barrier();
+  }
+}
+
+uint32_t Team::flush_denormals() {
+#if defined(__x86_64__)
+  const uint32_t saved = _mm_getcsr();
+  _mm_setcsr(saved | 0x8040);
+  return saved;
+#else
+  return 0;
+#endif
+}
+
+void Team::restore_denormals(uint32_t saved) {
+#if defined(__x86_64__)
+  _mm_setcsr(saved);
+#else
+  (void)saved;
+#endif
+}
+
+namespace {
+// CPUs granted by the cgroup (v2, then v1), rounded up; 0 when unlimited or unknown.
+int quota_cpus() {
+  std::string quota, period;
+  if (std::ifstream f("/sys/fs/cgroup/cpu.max"); f >> quota >> period) {
+    if (quota == "max") return 0;
+  } else {
+    std::ifstream q("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), p("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+    if (!(q >> quota) || !(p >> period)) return 0;
+  }
+  const double cpus = std::atof(quota.c_str()) / std::max(1.0, std::atof(period.c_str()));
+  return cpus > 0 ? int(cpus + 0.999) : 0;
+}
+
+std::unique_ptr<Team>& holder() {
+  static std::unique_ptr<Team> team;
+#ifdef __linux__
+  // A forked child has none of the threads: it forgets the team and makes its own on first use.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { (void)holder().release(); });
+  (void)registered;
+#endif
+  return team;
+}
+}  // namespace
+
+int default_threads() {
+  int n = int(std::thread::hardware_concurrency());
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) n = CPU_COUNT(&set);
+#endif
+  if (const int quota = quota_cpus()) n = std::min(n, quota);
+  return std::max(1, n);
+}
+
+Team& team() {
+  auto& t = holder();
+  if (!t) t = std::make_unique<Team>(default_threads());
+  return *t;
+}
+
+void set_num_threads(int n) {
+  auto& t = holder();
+  if (t && t->size() == n) return;
+  t.reset();
+  t = std::make_unique<Team>(n);
+}
+
+void* Scratch::bytes(int64_t n) {
+  if (n <= size_) return data_;
+  std::free(data_);
+  size_ = (n + n / 2 + (1 << 16)) & ~int64_t(4095);
+  data_ = std::aligned_alloc(4096, size_);
+  if (!data_) {
+    size_ = 0;
+    throw std::bad_alloc();
+  }
+#ifdef __linux__
+  madvise(data_, size_, MADV_HUGEPAGE);
+#endif
+  return data_;
+}
+
+Scratch::~Scratch() { std::free(data_); }
+
+}  // namespace pk

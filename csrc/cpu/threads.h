@@ -1,0 +1,84 @@
+// One persistent team of threads, ours alone: never nested in another library's pool.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace pk {
+
+class Team {
+ public:
+  explicit Team(int size);
+  ~Team();
+  int size() const { return size_; }
+
+  // Calls body(tid) on every thread and returns when all are done. One caller at a time; not re-entrant.
+  // The body must not throw: validate before.
+  template <class Body>
+  void run(Body&& body) {
+    using Plain = std::remove_reference_t<Body>;
+    run_erased([](void* b, int tid) { (*static_cast<Plain*>(b))(tid); }, const_cast<void*>(static_cast<const void*>(&body)));
+  }
+  // Splits [0, n) into one contiguous range per thread: body(begin, end, tid). Runs inline when n is below `grain`.
+  template <class Body>
+  void parallel_for(int64_t n, int64_t grain, Body&& body) {
+    if (n <= grain || size_ == 1) {
+      if (n > 0) inline_run([&] { body(int64_t(0), n, 0); });
+      return;
+    }
+    run([&](int tid) {
+      const int64_t begin = n * tid / size_, end = n * (tid + 1) / size_;
+      if (begin < end) body(begin, end, tid);
+    });
+  }
+  // Inside run(): every thread waits for all others.
+  void barrier();
+
+ private:
+  using Erased = void (*)(void*, int);
+  void run_erased(Erased fn, void* body);
+  template <class F>
+  void inline_run(F&& f) {
+    const uint32_t saved = flush_denormals();
+    f();
+    restore_denormals(saved);
+  }
+  void worker(int tid);
+  static uint32_t flush_denormals();  // they cost up to 3x in scales and softmax tails
+  static void restore_denormals(uint32_t saved);
+
+  int size_;
+  alignas(128) std::atomic<int32_t> arrived_{0};
+  alignas(128) std::atomic<int32_t> epoch_{0};
+  std::atomic<int32_t> parked_{0};
+  std::atomic<bool> stop_{false};
+  Erased fn_ = nullptr;
+  void* body_ = nullptr;
+  std::mutex caller_;
+  std::vector<std::thread> threads_;
+};
+
+// The team that every op uses. Sized from the affinity mask and the cgroup quota unless set.
+Team& team();
+int default_threads();
+void set_num_threads(int n);
+
+// Memory that lives across calls, so that no op allocates in the token loop. Slot ids are per call site and per thread.
+class Scratch {
+ public:
+  template <class T>
+  T* get(int64_t count) { return static_cast<T*>(bytes(count * int64_t(sizeof(T)))); }
+  void* bytes(int64_t n);
+  ~Scratch();
+
+ private:
+  void* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+}  // namespace pk

@@ -1,0 +1,174 @@
+"""The CPU backend's native modules: which instruction-set level to load, and how tensors are handed over.
+
+One extension module per level (`_cpu_scalar`, `_cpu_avx2`, `_cpu_avx512`), each a complete build of `csrc/cpu`. Only a
+module whose level this CPU has is ever imported. `PYKERNELS_CPU_ISA` forces a level.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .contract import OPS, Scalar
+
+DTYPE_CODES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+    torch.int32: 5,
+    torch.int64: 6,
+    torch.uint8: 7,
+    torch.bool: 8,
+}
+
+# Best first. The CPU flags that a level's code may use, as Linux names them.
+LEVELS = ("avx512", "avx2", "scalar")
+TEST_LEVELS = ("emulated512",)
+_AVX2_FLAGS = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm"})
+LEVEL_FLAGS: dict[str, frozenset[str]] = {
+    "avx512": _AVX2_FLAGS
+    | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"},
+    "avx2": _AVX2_FLAGS,
+    "scalar": frozenset(),
+    "emulated512": _AVX2_FLAGS,
+}
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction-set flags of this CPU (empty when the system does not tell)."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return frozenset()
+    for line in path.read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def missing_flags(level: str) -> list[str]:
+    return sorted(LEVEL_FLAGS[level] - cpu_flags())
+
+
+def is_built(level: str) -> bool:
+    return importlib.util.find_spec(f"{__package__}._cpu_{level}") is not None
+
+
+def usable_levels() -> list[str]:
+    """Levels that are built and that this CPU has, best first."""
+    return [level for level in LEVELS if not missing_flags(level) and is_built(level)]
+
+
+def level_reason(level: str) -> str | None:
+    """Why a level cannot be used here, or None."""
+    if level not in LEVEL_FLAGS:
+        return f"unknown level {level!r} (levels: {', '.join(reversed(LEVELS))})"
+    if missing := missing_flags(level):
+        return f"this CPU lacks {', '.join(missing)}"
+    if not is_built(level):
+        return f"the module _cpu_{level} is not built (pip install . builds it; see PYKERNELS_CPU_LEVELS)"
+    return None
+
+
+def load(level: str) -> ModuleType:
+    """The native module of a level. ImportError with the reason when this machine cannot run it."""
+    if reason := level_reason(level):
+        raise ImportError(f"CPU level {level}: {reason}")
+    return importlib.import_module(f"{__package__}._cpu_{level}")
+
+
+def chosen_level() -> str:
+    forced = os.environ.get("PYKERNELS_CPU_ISA")
+    if forced:
+        return forced
+    levels = usable_levels()
+    if not levels:
+        raise ImportError("no CPU module is built: " + "; ".join(f"{lv}: {level_reason(lv)}" for lv in LEVELS))
+    return levels[0]
+
+
+@functools.cache
+def _load_chosen(level: str) -> ModuleType:
+    module = load(level)
+    if threads := os.environ.get("PYKERNELS_THREADS"):
+        if not threads.isdigit() or int(threads) < 1:
+            raise ImportError(f"PYKERNELS_THREADS must be a positive number, got {threads!r}")
+        module.set_num_threads(int(threads))
+    return module
+
+
+def module() -> ModuleType:
+    """The module of the level in use (`PYKERNELS_CPU_ISA`, else the best that this machine can run)."""
+    return _load_chosen(chosen_level())
+
+
+def view(t: torch.Tensor | None) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
+    """What the native side sees of a tensor: pointer, dtype code, shape, strides in elements."""
+    if t is None:
+        return None
+    return (t.data_ptr(), DTYPE_CODES[t.dtype], tuple(t.shape), t.stride())
+
+
+class CpuBackend:
+    """The hand-written C++ kernels, for tensors in host memory."""
+
+    name = "cpu"
+
+    def unavailable(self) -> list[str]:
+        """Reasons why nothing can run here; empty when usable."""
+        try:
+            module()
+        except ImportError as error:
+            return [str(error)]
+        return []
+
+    def refuses(self, op_name: str, args: Mapping[str, Any]) -> list[str]:
+        """Reasons why this legal call cannot be served; empty when it can."""
+        device = next(v.device for v in args.values() if isinstance(v, torch.Tensor))
+        if device.type != "cpu":
+            return [f"tensors are on {device}, not in host memory"]
+        if not hasattr(module(), op_name):
+            return [f"{op_name} is not in the native module"]
+        return []
+
+    def run(self, op_name: str, args: Mapping[str, Any]) -> None:
+        flat = [args[a.name] if isinstance(a, Scalar) else view(args[a.name]) for a in OPS[op_name].args]
+        getattr(module(), op_name)(*flat)
+
+
+BACKEND = CpuBackend()
+
+
+@contextmanager
+def record() -> Iterator[Any]:
+    """Ops of the CPU backend called inside are appended to the yielded plan instead of being run.
+
+    `plan.run()` replays them in one native call on the same buffers, which the caller keeps alive.
+    """
+    native = module()
+    plan = native.Plan()
+    native.record(plan)
+    try:
+        yield plan
+    finally:
+        native.record(None)

@@ -1,0 +1,106 @@
+"""Builds the native modules with ninja: no torch at build time, incremental, one module per CPU instruction-set level.
+
+Environment:
+  PYKERNELS_CPU_LEVELS  comma-separated levels to build (default: all that this architecture has)
+  PYKERNELS_CUDA        auto | 0 | 1: build the CUDA module when nvcc is found | never | or fail
+  PYKERNELS_JOBS        parallel compile jobs (default: the CPUs of this process)
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+X86 = platform.machine() in ("x86_64", "AMD64")
+
+AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mlzcnt -mpopcnt"
+AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mprefer-vector-width=512"
+# One module per level, imported only where the CPU has the level, so that no inline function compiled for a higher
+# level can be picked by the linker for a lower one. `emulated512` runs the AVX-512 code's logic without AVX-512 (tests).
+LEVEL_FLAGS = {"scalar": "", "avx2": AVX2, "avx512": AVX512, "emulated512": f"{AVX2} -DPK_EMULATE_512"}
+DEFAULT_LEVELS = ("scalar", "avx2", "avx512") if X86 else ("scalar",)
+
+CXX_FLAGS = (
+    "-std=c++20 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off -pthread "
+    "-Wall -Wextra -Wno-psabi -Wno-unknown-pragmas -Wno-maybe-uninitialized -Wno-uninitialized"
+)
+
+
+def cpu_levels() -> list[str]:
+    levels = [s for s in os.environ.get("PYKERNELS_CPU_LEVELS", ",".join(DEFAULT_LEVELS)).split(",") if s]
+    unknown = [s for s in levels if s not in LEVEL_FLAGS or (s != "scalar" and not X86)]
+    if unknown:
+        raise SystemExit(f"PYKERNELS_CPU_LEVELS: {', '.join(unknown)} cannot be built here; levels: {', '.join(LEVEL_FLAGS)}")
+    return levels
+
+
+@dataclass
+class Module:
+    """One extension module: where it goes, what it is made of."""
+
+    name: str
+    output: Path
+    sources: list[Path]
+    flags: str
+    rule: str = "cxx"
+    link_flags: str = ""
+    objects: list[str] = field(default_factory=list)
+
+
+def cpu_module(level: str, output: Path) -> Module:
+    sources = [ROOT / "csrc/bindings/cpu.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+    return Module(f"_cpu_{level}", output, sources, f"{LEVEL_FLAGS[level]} -DPK_MODULE=_cpu_{level}")
+
+
+def write_ninja(build_dir: Path, modules: list[Module]) -> None:
+    import pybind11
+    from ninja import ninja_syntax
+
+    build_dir.mkdir(parents=True, exist_ok=True)
+    text_path = build_dir / "build.ninja.new"
+    with text_path.open("w") as handle:
+        n = ninja_syntax.Writer(handle)
+        n.variable("cxx", os.environ.get("CXX", "g++"))
+        n.variable("includes", f"-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}")
+        n.rule("cxx", "$cxx -MMD -MF $out.d $includes $flags $extra -c $in -o $out", depfile="$out.d", deps="gcc")
+        n.rule("link", "$cxx -shared $in -o $out $flags")
+        n.variable("flags", CXX_FLAGS)
+        for module in modules:
+            for source in module.sources:
+                target = f"{module.name}/{source.relative_to(ROOT / 'csrc')}.o"
+                n.build(target, module.rule, str(source), variables={"extra": module.flags})
+                module.objects.append(target)
+            n.build(str(module.output), "link", module.objects, variables={"flags": f"-pthread {module.link_flags}"})
+    target_path = build_dir / "build.ninja"
+    if not target_path.exists() or target_path.read_bytes() != text_path.read_bytes():
+        shutil.move(text_path, target_path)
+
+
+class NinjaBuild(build_ext):
+    def run(self) -> None:
+        from ninja import BIN_DIR
+
+        modules = [cpu_module(level, Path(self.get_ext_fullpath(f"pykernels._cpu_{level}"))) for level in cpu_levels()]
+        for module in modules:
+            module.output = module.output if module.output.is_absolute() else ROOT / module.output
+            module.output.parent.mkdir(parents=True, exist_ok=True)
+        build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
+        write_ninja(build_dir, modules)
+        jobs = os.environ.get("PYKERNELS_JOBS", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
+        subprocess.run([str(Path(BIN_DIR) / "ninja"), "-C", str(build_dir), "-j", jobs], check=True)
+
+
+setup(
+    ext_modules=[Extension(f"pykernels._cpu_{level}", sources=[]) for level in cpu_levels()],
+    cmdclass={"build_ext": NinjaBuild},
+)
