@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from .ops.decode import merge_attention_states, paged_decode_attention
 from .ops.norm import rms_norm
+from .ops.prefill import paged_prefill_attention, prefill_attention
 from .registry import backends
 
 __version__ = "0.1.0"
 
-__all__ = ["backends", "rms_norm"]
+__all__ = [
+    "backends",
+    "merge_attention_states",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "prefill_attention",
+    "rms_norm",
+]
