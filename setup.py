@@ -26,7 +26,7 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mlzcnt -mpopcnt"
 AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mprefer-vector-width=512"
 # One module per level, imported only where the CPU has the level, so that no inline function compiled for a higher
-# level can be picked by the linker for a lower one. `emulated512` runs the AVX-512 code's logic without AVX-512 (tests).
+# level can be picked by the linker for a lower one. `emulated512` tests the AVX-512 code's logic without AVX-512.
 LEVEL_FLAGS = {"scalar": "", "avx2": AVX2, "avx512": AVX512, "emulated512": f"{AVX2} -DPK_EMULATE_512"}
 DEFAULT_LEVELS = ("scalar", "avx2", "avx512") if X86 else ("scalar",)
 
@@ -40,7 +40,8 @@ def cpu_levels() -> list[str]:
     levels = [s for s in os.environ.get("PYKERNELS_CPU_LEVELS", ",".join(DEFAULT_LEVELS)).split(",") if s]
     unknown = [s for s in levels if s not in LEVEL_FLAGS or (s != "scalar" and not X86)]
     if unknown:
-        raise SystemExit(f"PYKERNELS_CPU_LEVELS: {', '.join(unknown)} cannot be built here; levels: {', '.join(LEVEL_FLAGS)}")
+        known = ", ".join(LEVEL_FLAGS)
+        raise SystemExit(f"PYKERNELS_CPU_LEVELS: {', '.join(unknown)} cannot be built here; levels: {known}")
     return levels
 
 
@@ -96,7 +97,8 @@ class NinjaBuild(build_ext):
             module.output.parent.mkdir(parents=True, exist_ok=True)
         build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
         write_ninja(build_dir, modules)
-        jobs = os.environ.get("PYKERNELS_JOBS", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        jobs = os.environ.get("PYKERNELS_JOBS", str(cpus))
         subprocess.run([str(Path(BIN_DIR) / "ninja"), "-C", str(build_dir), "-j", jobs], check=True)
 
 

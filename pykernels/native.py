@@ -38,8 +38,7 @@ LEVELS = ("avx512", "avx2", "scalar")
 TEST_LEVELS = ("emulated512",)
 _AVX2_FLAGS = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm"})
 LEVEL_FLAGS: dict[str, frozenset[str]] = {
-    "avx512": _AVX2_FLAGS
-    | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"},
+    "avx512": _AVX2_FLAGS | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"},
     "avx2": _AVX2_FLAGS,
     "scalar": frozenset(),
     "emulated512": _AVX2_FLAGS,

@@ -17,8 +17,15 @@ E pick(const std::string& word, std::initializer_list<std::pair<const char*, E>>
 
 inline WeightFormat weight_format(const std::string& s) {
   using F = WeightFormat;
-  return pick<F>(s, {{"dense", F::dense}, {"float32", F::float32}, {"bfloat16", F::bfloat16}, {"float16", F::float16},
-                     {"int8", F::int8}, {"fp8_e4m3", F::fp8_e4m3}, {"q4_0", F::q4_0}, {"q4_1", F::q4_1}, {"q8_0", F::q8_0}});
+  return pick<F>(s, {{"dense", F::dense},
+                     {"float32", F::float32},
+                     {"bfloat16", F::bfloat16},
+                     {"float16", F::float16},
+                     {"int8", F::int8},
+                     {"fp8_e4m3", F::fp8_e4m3},
+                     {"q4_0", F::q4_0},
+                     {"q4_1", F::q4_1},
+                     {"q8_0", F::q8_0}});
 }
 inline WeightLayout weight_layout(const std::string& s) {
   return pick<WeightLayout>(s, {{"plain", WeightLayout::plain}, {"rows16", WeightLayout::rows16}});
@@ -37,7 +44,9 @@ struct Maker<P, std::index_sequence<I...>> {
   static P make(T<I>... t) { return P{t...}; }
 };
 template <class P, size_t N>
-constexpr auto make() { return &Maker<P, std::make_index_sequence<N>>::make; }
+constexpr auto make() {
+  return &Maker<P, std::make_index_sequence<N>>::make;
+}
 
 inline PrefillParams make_prefill(Tensor q, Tensor k, Tensor v, Tensor cq, Tensor ck, int64_t mq, int64_t mk, bool causal, double scale,
                                   int64_t left, int64_t right, double cap, Tensor alibi, Tensor sinks, Tensor out, Tensor lse) {
@@ -49,8 +58,8 @@ inline PagedPrefillParams make_paged_prefill(Tensor q, Tensor k, Tensor v, Tenso
   return {q, k, v, cq, table, lens, mq, mk, ks, vs, {causal, scale, left, right, cap, alibi, sinks}, out, lse};
 }
 inline PagedDecodeParams make_paged_decode(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lens, Tensor ks, Tensor vs, bool causal,
-                                           double scale, int64_t left, int64_t right, double cap, Tensor alibi, Tensor sinks,
-                                           int64_t split, Tensor workspace, Tensor out, Tensor lse) {
+                                           double scale, int64_t left, int64_t right, double cap, Tensor alibi, Tensor sinks, int64_t split,
+                                           Tensor workspace, Tensor out, Tensor lse) {
   return {q, k, v, table, lens, ks, vs, {causal, scale, left, right, cap, alibi, sinks}, split, workspace, out, lse};
 }
 inline RopeAppendParams make_rope_append(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor freq, bool interleaved, double scale, Tensor kc,
@@ -62,8 +71,8 @@ inline SampleParams make_sample(Tensor logits, Tensor temperature, Tensor top_k,
                                 Tensor allowed, const std::string& mode, Tensor ids, Tensor valid, Tensor logprob, Tensor top_ids,
                                 Tensor top_logprobs) {
   const auto m = pick<LogprobsMode>(mode, {{"raw", LogprobsMode::raw}, {"processed", LogprobsMode::processed}});
-  return {logits, temperature, top_k, top_p, min_p, seeds, positions, repetition, presence, frequency,
-          prompt, output, bias, allowed, m, ids, valid, logprob, top_ids, top_logprobs};
+  return {logits, temperature, top_k, top_p,   min_p, seeds, positions, repetition, presence, frequency,
+          prompt, output,      bias,  allowed, m,     ids,   valid,     logprob,    top_ids,  top_logprobs};
 }
 inline LinearParams make_linear(Tensor x, Tensor weight, const std::string& format, const std::string& layout,
                                 const std::string& activations, Tensor bias, Tensor residual, Tensor out) {

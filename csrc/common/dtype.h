@@ -12,8 +12,14 @@ inline int size_of(DType t) {
 }
 
 // Storage types. They only name bits; arithmetic is in float.
-struct f16 { uint16_t bits; };
-struct bf16 { uint16_t bits; };
-struct fp8 { uint8_t bits; };
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+struct fp8 {
+  uint8_t bits;
+};
 
 }  // namespace pk

@@ -17,7 +17,9 @@ struct Tensor {
 
   explicit operator bool() const { return ndim >= 0; }
   template <class T>
-  T* as() const { return static_cast<T*>(data); }
+  T* as() const {
+    return static_cast<T*>(data);
+  }
 };
 
 enum class WeightFormat : int32_t { dense, float32, bfloat16, float16, int8, fp8_e4m3, q4_0, q4_1, q8_0 };

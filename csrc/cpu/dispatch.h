@@ -12,10 +12,14 @@ namespace pk {
 template <class F>
 void visit_float(DType t, F&& f) {
   switch (t) {
-    case DType::f32: return f.template operator()<float>();
-    case DType::f16: return f.template operator()<f16>();
-    case DType::bf16: return f.template operator()<bf16>();
-    default: fail("expected a floating-point tensor");
+    case DType::f32:
+      return f.template operator()<float>();
+    case DType::f16:
+      return f.template operator()<f16>();
+    case DType::bf16:
+      return f.template operator()<bf16>();
+    default:
+      fail("expected a floating-point tensor");
   }
 }
 
@@ -23,9 +27,12 @@ void visit_float(DType t, F&& f) {
 template <class F>
 void visit_cache(DType t, F&& f) {
   switch (t) {
-    case DType::i8: return f.template operator()<int8_t>();
-    case DType::fp8_e4m3: return f.template operator()<fp8>();
-    default: return visit_float(t, f);
+    case DType::i8:
+      return f.template operator()<int8_t>();
+    case DType::fp8_e4m3:
+      return f.template operator()<fp8>();
+    default:
+      return visit_float(t, f);
   }
 }
 

@@ -52,7 +52,9 @@ inline V load_bits(const T* p) {
   return v;
 }
 template <class V, class T>
-inline void store_bits(T* p, V v) { std::memcpy(p, &v, sizeof v); }
+inline void store_bits(T* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
 
 inline vf set1(float x) { return vf{} + x; }
 inline vi set1i(int32_t x) { return vi{} + x; }
@@ -137,7 +139,7 @@ inline float to_float(f16 x) {
 #else
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
   if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);  // inf, NaN
-  if (rest < 0x400) {                                                                // zero, subnormal
+  if (rest < 0x400) {                                                                  // zero, subnormal
     const float v = float(rest) * 0x1p-24f;
     return sign ? -v : v;
   }
@@ -173,11 +175,17 @@ inline f16 to_f16(float x) {
 template <class T>
 inline T from_float(float x);
 template <>
-inline float from_float<float>(float x) { return x; }
+inline float from_float<float>(float x) {
+  return x;
+}
 template <>
-inline bf16 from_float<bf16>(float x) { return to_bf16(x); }
+inline bf16 from_float<bf16>(float x) {
+  return to_bf16(x);
+}
 template <>
-inline f16 from_float<f16>(float x) { return to_f16(x); }
+inline f16 from_float<f16>(float x) {
+  return to_f16(x);
+}
 
 // ---- vector loads and stores that convert -----------------------------------------------------------------------
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));

@@ -72,7 +72,9 @@ void set_num_threads(int n);
 class Scratch {
  public:
   template <class T>
-  T* get(int64_t count) { return static_cast<T*>(bytes(count * int64_t(sizeof(T)))); }
+  T* get(int64_t count) {
+    return static_cast<T*>(bytes(count * int64_t(sizeof(T))));
+  }
   void* bytes(int64_t n);
   ~Scratch();
 

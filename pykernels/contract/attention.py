@@ -43,7 +43,7 @@ def _cache_dtype(_: Dims, args: Args) -> bool:
 
 
 GROUPS = Rule(_groups, "num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
-HEAD_DIMS = Rule(_head_dims, "head dims must be multiples of 8 up to 256, got head_dim={head_dim}, head_dim_v={head_dim_v}")
+HEAD_DIMS = Rule(_head_dims, "head dims must be multiples of 8 up to 256, got {head_dim} (q, k) and {head_dim_v} (v)")
 CACHE_DTYPE = Rule(_cache_dtype, "k_cache must have the dtype of q, or be int8 or float8_e4m3fn")
 SCALES = Rule(
     _scales_for_codes, "k_scale and v_scale must be given for an int8 or float8_e4m3fn cache, and only for one"

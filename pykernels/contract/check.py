@@ -102,7 +102,8 @@ def _check_tensor(op: Op, arg: Tensor, value: torch.Tensor, args: Args, device: 
         )
     if arg.layout == "last" and value.dim() and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(
-            f"{op.name}: {arg.name} must have a contiguous last dimension (stride 1), got strides {list(value.stride())}"
+            f"{op.name}: {arg.name} must have a contiguous last dimension (stride 1), "
+            f"got strides {list(value.stride())}"
         )
     if arg.layout == "dense" and not value.is_contiguous():
         raise ValueError(f"{op.name}: {arg.name} must be contiguous, got strides {list(value.stride())}")
@@ -141,6 +142,6 @@ def allocate(op: Op, args: Args) -> dict[str, object]:
     for out in missing:
         shape = [d.value(dims) for d in out.alternatives[0]]
         source = out.out_dtype if out.out_dtype is not None else out.dtypes
-        dtype = source if isinstance(source, torch.dtype) else args[source].dtype if isinstance(source, str) else source[0]
+        dtype = args[source].dtype if isinstance(source, str) else source[0] if isinstance(source, tuple) else source
         filled[out.name] = torch.empty(shape, dtype=dtype, device=first.device)
     return filled

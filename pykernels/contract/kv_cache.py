@@ -40,7 +40,8 @@ def _slot_bytes(tokens: int, dims: Dims, args: Args) -> float:
 
 def _append_cost(dims: Dims, args: Args) -> Cost:
     elements = dims["tokens"] * dims["num_kv_heads"] * (dims["head_dim"] + dims["head_dim_v"])
-    return Cost(2.0 * elements, tensor_bytes(args, ("k", "v", "slot_mapping")) + _slot_bytes(dims["tokens"], dims, args))
+    read = tensor_bytes(args, ("k", "v", "slot_mapping"))
+    return Cost(2.0 * elements, read + _slot_bytes(dims["tokens"], dims, args))
 
 
 def _rope_append_cost(dims: Dims, args: Args) -> Cost:
@@ -93,8 +94,8 @@ ROPE_APPEND_KV = Op(
 
 def _gather_cost(dims: Dims, args: Args) -> Cost:
     tokens = int(args["seqlens_k"].sum())
-    written = tensor_bytes(args, ("k", "v"))
-    return Cost(float(tokens * dims["num_kv_heads"] * (dims["head_dim"] + dims["head_dim_v"])), written + _slot_bytes(tokens, dims, args))
+    elements = tokens * dims["num_kv_heads"] * (dims["head_dim"] + dims["head_dim_v"])
+    return Cost(float(elements), tensor_bytes(args, ("k", "v")) + _slot_bytes(tokens, dims, args))
 
 
 GATHER_KV = Op(

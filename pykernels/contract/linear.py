@@ -1,19 +1,27 @@
 """Linear layers over dense or packed weights, and rows of a packed embedding.
 
-A packed weight is one flat uint8 tensor. `plain` is the canonical byte order, `rows16` a permutation of it for SIMD lanes
-(rows padded to a multiple of 16 with zeros; row blocks of 16 rows follow each other):
+A packed weight is one flat uint8 tensor. `plain` is the canonical byte order; `rows16` permutes it for SIMD lanes: rows
+padded with zeros to a multiple of 16, row blocks of 16 rows one after another. Per format, plain, then one row block:
 
-| format | plain | rows16, per row block |
-|---|---|---|
-| float32 | `[n, k]` row-major | `[k][16]` |
-| bfloat16, float16 | `[n, k]` row-major | `[k / 2][16][2]`; with odd k the last column stands alone as `[16]` |
-| int8, fp8_e4m3 | `[n, k]` codes, then `[n]` float32 scales, real = code x scale | `[16]` float32 scales, then codes: int8 `[k / 32][8][16][4]` as unsigned code + 128 (a tail of k % 32 columns as `[tail][16]`), fp8 `[k][16]` |
-| q4_0 | GGUF: per 32 columns float16 d, 16 bytes (low nibble column j, high j + 16), real = d (q - 8) | per 32 columns `[16]` d, `[4][16][4]` bytes: byte (j, row, i) has column 4j + i low, 16 + 4j + i high |
-| q4_1 | GGUF: float16 d, float16 m, 16 bytes, real = d q + m | `[16]` d, `[16]` m, `[4][16][4]` bytes |
-| q8_0 | GGUF: float16 d, 32 int8, real = d q | per pair of blocks `[16]` d, `[16]` d, 2 x `[8][16][4]` unsigned code + 128 (64-byte lines); an odd last block `[16]` d, `[8][16][4]` |
+float32            plain   [n, k] row-major
+                   rows16  [k][16]
+bfloat16, float16  plain   [n, k] row-major
+                   rows16  [k / 2][16][2]; with odd k the last column stands alone as [16]
+int8               plain   [n, k] codes, then [n] float32 scales; real = code x scale
+                   rows16  [16] scales, then unsigned codes (code + 128) [k / 32][8][16][4], then the k % 32 left
+                           columns as [left][16]
+fp8_e4m3           plain   [n, k] codes, then [n] float32 scales; real = code x scale
+                   rows16  [16] scales, then [k][16] codes
+q4_0               plain   GGUF: per 32 columns float16 d, 16 bytes (low nibble column j, high j + 16); real = d (q - 8)
+                   rows16  per 32 columns [16] d, [4][16][4] bytes: (j, row, i) holds columns 4j + i, 16 + 4j + i
+q4_1               plain   GGUF: float16 d, float16 m, 16 bytes; real = d q + m
+                   rows16  as q4_0 with [16] m after [16] d
+q8_0               plain   GGUF: float16 d, 32 int8; real = d q
+                   rows16  per pair of blocks [16] d, [16] d, then 2 x [8][16][4] unsigned codes (code + 128), so that
+                           codes begin on 64-byte lines; an odd last block is [16] d, [8][16][4]
 
-With `activations="int8"` each group of 32 columns of x is quantised first: scale = amax / 127, code = rint(x * (127 / amax)),
-float32 throughout, all-zero groups have scale 0; products of codes are summed in integers, groups in float32.
+With `activations="int8"` each group of 32 columns of x is quantised first: scale = amax / 127, code = rint(x * (127 /
+amax)), float32 throughout, all-zero groups have scale 0; products of codes are summed in integers, groups in float32.
 """
 
 from __future__ import annotations
@@ -92,7 +100,9 @@ LINEAR = Op(
             _WEIGHT_TEXT.format(rows="{out_features}", columns="{in_features}"),
         ),
         Rule(
-            lambda d, a: a["activations"] == "float" or (a["weight_format"] != "dense" and d["in_features"] % BLOCK == 0),
+            lambda d, a: (
+                a["activations"] == "float" or (a["weight_format"] != "dense" and d["in_features"] % BLOCK == 0)
+            ),
             "int8 activations need a packed weight and in_features ({in_features}) in multiples of 32",
         ),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .attention import tensor_bytes
-from .schema import FLOATS, Args, Cost, Dims, Op, Scalar, Tensor
+from .schema import FLOATS, Args, Cost, Dims, Op, Rule, Scalar, Tensor
 
 
 def _cost(dims: Dims, args: Args) -> Cost:
@@ -21,6 +21,10 @@ RMS_NORM = Op(
         Tensor("residual", "tokens hidden", "x", optional=True),
         Tensor("out", "tokens hidden", FLOATS, role="out", out_dtype="x"),
         Tensor("residual_out", "tokens hidden", "x", role="out", optional=True, allocate=False),
+    ),
+    rules=(
+        Rule(lambda _, a: a["residual_out"] is None or a["residual"] is not None, "residual_out needs a residual"),
+        Rule(lambda d, _: d["hidden"] > 0, "hidden must be at least 1, got {hidden}"),
     ),
     cost=_cost,
 )

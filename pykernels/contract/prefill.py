@@ -28,7 +28,8 @@ def _cost(dims: Dims, args: Args, q_lens: list[int], k_lens: list[int], k: str, 
     left, right, causal = args["window_left"], args["window_right"], args["causal"]
     pairs = sum(visible_pairs(q, n, causal, left, right) for q, n in zip(q_lens, k_lens, strict=True))
     keys = sum(visible_keys(q, n, left) for q, n in zip(q_lens, k_lens, strict=True))
-    return Cost(attention_flops(pairs, dims), tensor_bytes(args, ("q", "out", "lse")) + kv_bytes(keys, dims, args, k, v))
+    traffic = tensor_bytes(args, ("q", "out", "lse")) + kv_bytes(keys, dims, args, k, v)
+    return Cost(attention_flops(pairs, dims), traffic)
 
 
 def _ragged_cost(dims: Dims, args: Args) -> Cost:

@@ -1,4 +1,4 @@
-"""Sampling: penalties, temperature, min-p, top-k, top-p and the draw in one op; draft verification; the random stream."""
+"""Sampling (penalties, temperature, min-p, top-k, top-p, draw) in one op; draft verification; the random stream."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ VERIFY_DRAFT = Op(
     name="verify_draft",
     family="sampling",
     args=(
-        Tensor("target_logits", "target_rows vocab", FLOATS),  # request b owns rows cu_draft[b] + b .. cu_draft[b+1] + b
+        Tensor("target_logits", "target_rows vocab", FLOATS),  # request b: rows cu_draft[b] + b to cu_draft[b + 1] + b
         Tensor("draft_ids", "total_draft", INDICES),
         Tensor("draft_probs", "total_draft vocab", F32, optional=True),  # None: one-hot drafts
         Tensor("cu_draft", "batch+1", I32),

@@ -31,7 +31,7 @@ def paged_decode_attention(
     lse: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """One new token per sequence over its paged keys and values (PagedAttention: Kwon et al., 2023; split KV: Flash-Decoding).
+    """One new token per sequence over its paged keys and values (PagedAttention: Kwon et al., 2023; Flash-Decoding).
 
     Args:
         q: `[batch, num_heads, head_dim]` float32, float16 or bfloat16.
@@ -84,8 +84,8 @@ def merge_attention_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint key sets, from the results over each.
 
-    `lse = log(e^lse_a + e^lse_b)`, `out = (e^lse_a out_a + e^lse_b out_b) / e^lse`. A state of lse -inf is the identity;
-    two of them stay `(0, -inf)`.
+    `lse = log(e^lse_a + e^lse_b)`, `out = (e^lse_a out_a + e^lse_b out_b) / e^lse`. A state of lse -inf is the
+    identity; two of them stay `(0, -inf)`.
 
     Args:
         out_a, out_b: `[tokens, num_heads, head_dim_v]`; lse_a, lse_b: float32 `[num_heads, tokens]`, natural log.
@@ -96,7 +96,5 @@ def merge_attention_states(
     Raises:
         ValueError, TypeError: an argument that cannot be.
     """
-    args = call(
-        MERGE_ATTENTION_STATES, backend, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse
-    )
+    args = call(MERGE_ATTENTION_STATES, backend, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
     return args["out"], args["lse"]

@@ -6,6 +6,7 @@ import torch
 
 from ..contract.norm import RMS_NORM
 from ..library import call
+from .rows import rows, written_rows
 
 
 def rms_norm(
@@ -34,13 +35,8 @@ def rms_norm(
     Raises:
         ValueError: shape, dtype, device or stride; TypeError: not a tensor.
     """
-    shape = x.shape if isinstance(x, torch.Tensor) else None
-
-    def rows(t: torch.Tensor | None) -> torch.Tensor | None:
-        return t.reshape(-1, t.shape[-1]) if isinstance(t, torch.Tensor) and t.dim() != 2 and t.dim() > 0 else t
-
-    if residual is not None and residual_out is None:
-        residual_out = torch.empty_like(x)
+    if residual is not None and residual_out is None and isinstance(x, torch.Tensor):
+        residual_out = torch.empty_like(x, memory_format=torch.contiguous_format)
     args = call(
         RMS_NORM,
         backend,
@@ -48,8 +44,8 @@ def rms_norm(
         weight=weight,
         eps=eps,
         residual=rows(residual),
-        out=out.view(-1, out.shape[-1]) if out is not None and out.dim() != 2 else out,
-        residual_out=rows(residual_out),
+        out=written_rows(out),
+        residual_out=written_rows(residual_out),
     )
-    result = out if out is not None else args["out"].view(shape)
-    return result if residual is None else (result, residual_out)
+    result = out if out is not None else args["out"].view(x.shape)
+    return result if residual_out is None else (result, residual_out)

@@ -31,7 +31,8 @@ def prefill_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of ragged sequences packed one after another (FlashAttention: Dao et al., 2022; Dao, 2023).
 
-    `out_i = softmax(scale * q_i K^T + mask) V` per sequence; query head h reads kv head `h // (num_heads / num_kv_heads)`.
+    `out_i = softmax(scale * q_i K^T + mask) V` per sequence; query head h reads kv head
+    `h // (num_heads / num_kv_heads)`.
 
     Args:
         q: `[total_q, num_heads, head_dim]` float32, float16 or bfloat16; last dimension contiguous, as in every tensor.
