@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from .contract import OPS, Tensor
+from .contract import OPS, Tensor, bind_dims
 
 
 class ReferenceBackend:
@@ -25,10 +25,10 @@ class ReferenceBackend:
         op = OPS[op_name]
         function = getattr(importlib.import_module(f"{__package__}.reference.{op.family}"), op_name)
         inputs = {a.name: args[a.name] for a in op.args if not (isinstance(a, Tensor) and a.role == "out")}
-        if "count" in inspect.signature(function).parameters:
-            inputs["count"] = args["out"].shape[1]
-        if "num_logprobs" in inspect.signature(function).parameters:
-            inputs["num_logprobs"] = 0 if args["top_ids"] is None else args["top_ids"].shape[1]
+        dims = bind_dims(op, args)
+        for name in inspect.signature(function).parameters:
+            if name not in inputs and name != "compute_dtype":
+                inputs[name] = dims.get(name, 0)  # a size that only an output knows
         results = function(**inputs)
         for output, result in zip(op.outputs, results or (), strict=True):
             if args[output.name] is not None and result is not None:

@@ -13,8 +13,8 @@ def wide_dtype(compute_dtype: torch.dtype) -> torch.dtype:
 def visible(q_len: int, k_len: int, causal: bool, window_left: int, window_right: int) -> torch.Tensor:
     """Which keys each query sees, bool [q_len, k_len], aligned to the bottom right corner.
 
-    Query i stands at absolute position i + k_len - q_len. A window is inclusive on both sides, -1 is unbounded, and causal
-    means that nothing to the right is seen.
+    Query i stands at absolute position i + k_len - q_len. A window is inclusive on both sides, -1 is unbounded, and
+    causal means that nothing to the right is seen.
     """
     offset = torch.arange(k_len)[None, :] - (torch.arange(q_len)[:, None] + k_len - q_len)
     mask = torch.ones(q_len, k_len, dtype=torch.bool)
@@ -41,7 +41,7 @@ def attend(
     sinks: torch.Tensor | None,  # [num_heads]
     compute_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(mask(softcap(scale q k^T) + alibi)) v for one sequence -> out [q_len, num_heads, head_dim_v], lse [num_heads, q_len].
+    """softmax(mask(softcap(scale q k^T) + alibi)) v -> out [q_len, num_heads, head_dim_v], lse [num_heads, q_len].
 
     A query that sees nothing gives out = 0 and lse = -inf. A sink adds exp(sink) to the denominator and not to lse. The
     weights are rounded to `compute_dtype` before they multiply v, as a kernel that feeds a matrix unit rounds them.
@@ -78,7 +78,8 @@ def attend(
 def weigh(weights: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """sum_j weights[h, i, j] v[j, h, :] over seen keys only -> [q_len, num_heads, head_dim_v].
 
-    A value that is not finite reaches exactly the rows that see it: 0 x NaN is NaN, so hidden ones must not be multiplied.
+    A value that is not finite reaches exactly the rows that see it: 0 x NaN is NaN, so hidden ones must not be
+    multiplied.
     """
     finite = torch.isfinite(v)
     out = torch.einsum("hij,jhd->ihd", weights, torch.where(finite, v, 0.0))
@@ -97,8 +98,8 @@ def cached(
 ) -> torch.Tensor:
     """The first `length` tokens of one sequence, as real values [length, num_kv_heads, head_dim] in `dtype`.
 
-    real = stored x scale, rounded once. A negative page is never dereferenced: its tokens read as NaN, so that a mask which
-    should have hidden them shows.
+    real = stored x scale, rounded once. A negative page is never dereferenced: its tokens read as NaN, so that a mask
+    which should have hidden them shows.
     """
     token = torch.arange(length)
     page, offset = pages.long()[token // cache.shape[1]], token % cache.shape[1]

@@ -27,10 +27,10 @@ def paged_decode_attention(
     workspace: torch.Tensor | None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The query of each sequence stands at its last position -> out [batch, num_heads, head_dim_v], lse [num_heads, batch].
+    """The query of a sequence is its last token -> out [batch, num_heads, head_dim_v], lse [num_heads, batch].
 
-    A sequence of length 0 gives out = 0, lse = -inf. `split_size` and `workspace` say how the work is divided, which changes
-    rounding only; here it is not divided.
+    A sequence of length 0 gives out = 0, lse = -inf. `split_size` and `workspace` say how the work is divided, which
+    changes rounding only; here it is not divided.
     """
     del split_size, workspace
     batch, num_heads, _ = q.shape
@@ -64,8 +64,8 @@ def merge_attention_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint sets of keys, from the results over each -> out, lse.
 
-    lse = log(exp(lse_a) + exp(lse_b)), out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse). A side with lse = -inf saw
-    nothing and contributes nothing, whatever its out holds; two such sides give (0, -inf).
+    lse = log(exp(lse_a) + exp(lse_b)), out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse). A side with lse = -inf
+    saw nothing and contributes nothing, whatever its out holds; two such sides give (0, -inf).
     """
     wide = wide_dtype(compute_dtype)
     lse_a, lse_b = lse_a.to(wide), lse_b.to(wide)

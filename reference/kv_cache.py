@@ -13,9 +13,10 @@ LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def quantise(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of x [..., head_dim], and the scale of each row [...]; real = code x scale.
 
-    Everything is float32, so that codes are the same bits everywhere: scale = max|x| / 127 or / 448 (1 where that is 0) unless
-    given, code = x / scale rounded to the nearest, ties to even, saturated to [-128, 127] or [-448, 448]. NaN stays NaN in
-    float8; int8 has none and stores 0, but a scale that was computed from a NaN is NaN, and so is what is read back.
+    Everything is float32, so that codes are the same bits everywhere: scale = max|x| / 127 or / 448 (1 where that is 0)
+    unless given, code = x / scale rounded to the nearest, ties to even, saturated to [-128, 127] or [-448, 448]. NaN
+    stays NaN in float8; int8 has none and stores 0, but a scale that was computed from a NaN is NaN, and so is what is
+    read back.
     """
     x = x.to(torch.float32)
     if scale is None:
@@ -99,7 +100,7 @@ def gather_kv(
     v_scale: torch.Tensor | None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of all sequences one after the other, dequantised -> k, v [sum(seqlens_k), num_kv_heads, head_dim (or _v)]."""
+    """The tokens of all sequences in turn, dequantised -> k, v [sum(seqlens_k), num_kv_heads, head_dim (or _v)]."""
     gathered = []
     for cache, scale in ((k_cache, k_scale), (v_cache, v_scale)):
         parts = [cached(cache, scale, block_table[b], n, compute_dtype) for b, n in enumerate(seqlens_k.tolist())]

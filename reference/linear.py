@@ -25,7 +25,8 @@ def linear(
 ) -> tuple[torch.Tensor]:
     """x weight^T + bias + residual -> out [tokens, out_features].
 
-    With activations "int8" x is first quantised in groups of 32 columns; codes are exact, so no operand is rounded again.
+    With activations "int8" x is first quantised in groups of 32 columns; codes are exact, so no operand is rounded
+    again.
     """
     wide = wide_dtype(compute_dtype)
     w = unpack(weight, weight_format, layout, out_features, x.shape[1], wide)
@@ -59,7 +60,7 @@ def embedding(
 
 
 def quantise_activations(x: torch.Tensor) -> torch.Tensor:
-    """x with every group of 32 columns rounded to 8 bits: code x scale, exact products in float64 [tokens, in_features].
+    """x with every group of 32 columns rounded to 8 bits: code x scale, exact in float64 [tokens, in_features].
 
     scale = amax / 127, code = rint(x * (127 / amax)), in float32; a group of zeros has scale 0.
     """
@@ -69,7 +70,9 @@ def quantise_activations(x: torch.Tensor) -> torch.Tensor:
     return (torch.round(groups * inverse).to(torch.float64) * (peak / 127.0).to(torch.float64)).flatten(-2)
 
 
-def unpack(weight: torch.Tensor, weight_format: str, layout: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def unpack(
+    weight: torch.Tensor, weight_format: str, layout: str, rows: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
     """The real values [rows, columns] of a dense or packed weight, in `dtype`."""
     if weight_format == "dense":
         return weight.to(dtype)
@@ -84,7 +87,7 @@ def unpack(weight: torch.Tensor, weight_format: str, layout: str, rows: int, col
     return real
 
 
-# A weight taken apart: codes [rows, columns] (numbers, for float formats), scales [rows, groups], minima [rows, groups].
+# A weight taken apart: codes (numbers, for float formats) [rows, columns], scales and minima [rows, groups].
 Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -120,7 +123,7 @@ def split_plain(weight: torch.Tensor, weight_format: str, rows: int, columns: in
 
 
 def split_rows16(weight: torch.Tensor, weight_format: str, rows: int, columns: int) -> Parts:
-    """Takes the row-interleaved byte order apart: blocks of 16 rows one after the other, rows padded to a multiple of 16."""
+    """Takes the row-interleaved byte order apart: blocks of 16 rows in turn, rows padded to a multiple of 16."""
     blocks = weight.view((rows + 15) // 16, -1)
     if weight_format in FLOAT_FORMATS:
         return float_rows16(typed(blocks, FLOAT_FORMATS[weight_format]), weight_format, columns)[:rows], None, None
@@ -156,7 +159,7 @@ def float_rows16(data: torch.Tensor, weight_format: str, columns: int) -> torch.
 
 
 def q4_rows16(blocks: torch.Tensor, weight_format: str, rows: int, columns: int) -> Parts:
-    """Per 32 columns `[16]` d (and `[16]` m), then bytes `[4][16][4]`: low nibble column 4j + i, high nibble 16 + 4j + i."""
+    """Per 32 columns `[16]` d (and `[16]` m), then `[4][16][4]` bytes: column 4j + i low, 16 + 4j + i high."""
     groups = columns // BLOCK
     data = blocks.view(blocks.shape[0], groups, -1)
     heads = 1 if weight_format == "q4_0" else 2
@@ -171,7 +174,7 @@ def q4_rows16(blocks: torch.Tensor, weight_format: str, rows: int, columns: int)
 
 
 def q8_rows16(blocks: torch.Tensor, rows: int, columns: int) -> Parts:
-    """Pairs of 32-column blocks: two `[16]` d, then two `[8][16][4]` of code + 128; an odd last block has one of each."""
+    """Pairs of 32-column blocks: two `[16]` d, two `[8][16][4]` of code + 128; an odd last block has one of each."""
     pairs, odd = divmod(columns // BLOCK, 2)
     count = blocks.shape[0]
     cut = pairs * 1088
@@ -189,8 +192,8 @@ def q8_rows16(blocks: torch.Tensor, rows: int, columns: int) -> Parts:
 def pack_plain(weight: torch.Tensor, weight_format: str) -> torch.Tensor:
     """Quantises a weight [rows, columns] to the canonical bytes of a packed format, uint8 [packed_bytes].
 
-    int8 and fp8_e4m3: per row, scale = amax / 127 or / 448 (1 for a row of zeros), code = w / scale to the nearest even.
-    q4_0, q4_1, q8_0: llama.cpp's reference quantisation of each block of 32 columns, bit for bit.
+    int8 and fp8_e4m3: per row, scale = amax / 127 or / 448 (1 for a row of zeros), code = w / scale to the nearest
+    even. q4_0, q4_1, q8_0: llama.cpp's reference quantisation of each block of 32 columns, bit for bit.
     """
     rows = weight.shape[0]
     if weight_format in FLOAT_FORMATS:
@@ -223,7 +226,7 @@ def join_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    """d = (the value of largest magnitude) / -8, code = trunc(w / d + 8.5), from the float32 d; d is stored in float16."""
+    """d = (the value of largest magnitude) / -8, code = trunc(w / d + 8.5); d is rounded to float16 afterwards."""
     at = blocks.abs().argmax(dim=-1, keepdim=True)
     d = blocks.gather(-1, at) / -8
     codes = torch.trunc(blocks * inverse_or_zero(d) + 8.5)

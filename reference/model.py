@@ -18,7 +18,7 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a decoder. `interleaved` says how the rows of q and k are paired for the rotation: (0, 1) or (0, head_dim / 2)."""
+    """Sizes of a decoder. `interleaved` says how elements are paired for the rotation: (0, 1) or (0, head_dim / 2)."""
 
     num_layers: int
     num_heads: int
@@ -59,7 +59,7 @@ def normalise(x: torch.Tensor, weights: Weights, name: str, config: Config, dtyp
 
 
 def attention_block(h: torch.Tensor, weights: Weights, prefix: str, config: Config, dtype: torch.dtype) -> torch.Tensor:
-    """Self-attention of one sequence h [tokens, hidden] -> [tokens, hidden]; q_norm and k_norm where the model has them."""
+    """Self-attention of one sequence h [tokens, hidden], with q_norm and k_norm where the model has them."""
     tokens = h.shape[0]
     q, k, v = (project(h, weights, f"{prefix}.{n}_proj", dtype).view(tokens, -1, config.head_dim) for n in "qkv")
     if f"{prefix}.q_norm.weight" in weights:
@@ -89,11 +89,13 @@ def mlp_block(h: torch.Tensor, weights: Weights, prefix: str, dtype: torch.dtype
     return project(active, weights, f"{prefix}.down_proj", dtype)
 
 
-def forward(config: Config, weights: Weights, token_ids: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def forward(
+    config: Config, weights: Weights, token_ids: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     """Logits [tokens, vocab] of one sequence token_ids [tokens].
 
-    `weights` maps Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`, ...) to tensors, packed formats already
-    widened; without `lm_head.weight` the head is the embedding.
+    `weights` maps Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`, ...) to tensors, packed formats
+    already widened; without `lm_head.weight` the head is the embedding.
     """
     h = weights["model.embed_tokens.weight"].to(dtype)[token_ids.long()]
     for layer in range(config.num_layers):

@@ -29,10 +29,11 @@ def rotate(
     rope_scale: float,
     compute_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(a, b) -> (a cos - b sin, a sin + b cos) for every pair, cos and sin multiplied by `rope_scale` (YaRN's attention factor).
+    """(a, b) -> rope_scale (a cos - b sin, a sin + b cos) for every pair; rope_scale is YaRN's attention factor.
 
-    Pair p is elements (p, p + rotary_pairs), or (2p, 2p + 1) when interleaved. Elements past 2 * rotary_pairs are kept. Any
-    scaling of positions or frequencies is already in inv_freq. Angles are never below float32: bfloat16 cannot count to 257.
+    Pair p is elements (p, p + rotary_pairs), or (2p, 2p + 1) when interleaved. Elements past 2 * rotary_pairs are kept.
+    Any scaling of positions or frequencies is already in inv_freq. Angles are never below float32: bfloat16 cannot
+    count to 257.
     """
     wide = wide_dtype(compute_dtype)
     pairs = inv_freq.shape[0]

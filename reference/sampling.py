@@ -12,7 +12,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Philox4x32-10 (Salmon et al., SC 2011): counter [..., 4] and key [..., 2] -> words [..., 4], all uint32 held in int64."""
+    """Philox4x32-10 (Salmon et al., SC 2011): counter [..., 4], key [..., 2] -> words [..., 4]; uint32 in int64."""
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key.unbind(-1)
     for _ in range(10):
@@ -26,8 +26,8 @@ def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, count: int, purpose: int) -> torch.Tensor:
     """Uniforms in (0, 1), float32 [batch, count]: element i is a function of (seed, position, purpose, i) alone.
 
-    key = (low, high word of the seed); counter = (i // 4, purpose, low, high word of the position); element i takes output
-    word i % 4 and is ((word >> 9) + 0.5) * 2^-23: 23 bits, because 24 would round up to 1.
+    key = (low, high word of the seed); counter = (i // 4, purpose, low, high word of the position); element i takes
+    output word i % 4 and is ((word >> 9) + 0.5) * 2^-23: 23 bits, because 24 would round up to 1.
     """
     blocks = torch.arange((count + 3) // 4)
     low, high = positions & _WORD, (positions >> 32) & _WORD
@@ -71,9 +71,10 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draws one token per row -> ids, valid, logprob [batch], top_ids, top_logprobs [batch, num_logprobs].
 
-    The draw is Gumbel-max: among the kept tokens the largest log p - log(-log u), lowest id on ties. Log-probabilities are of
-    the logits as given ("raw") or of the kept, renormalised distribution ("processed", -inf outside it). The top entries are
-    in the order (probability descending, id ascending); entries of probability zero are id -1, logprob -inf.
+    The draw is Gumbel-max: among the kept tokens the largest log p - log(-log u), lowest id on ties. Log-probabilities
+    are of the logits as given ("raw") or of the kept, renormalised distribution ("processed", -inf outside it). The top
+    entries are in the order (probability descending, id ascending); entries of probability zero are id -1, logprob
+    -inf.
 
     A row is invalid when a logit is NaN, or when all are -inf after bias and mask: valid False, ids -1, logprobs NaN.
     """
@@ -122,8 +123,8 @@ def penalise(
 ) -> torch.Tensor:
     """Bias, mask, then the three penalties, in float32, each step rounded: [batch, vocab].
 
-    Repetition divides a positive logit and multiplies another, once per distinct token of prompt and output. Presence is
-    subtracted once, frequency once per occurrence, for tokens of the output alone.
+    Repetition divides a positive logit and multiplies another, once per distinct token of prompt and output. Presence
+    is subtracted once, frequency once per occurrence, for tokens of the output alone.
     """
     x = logits.to(torch.float32)
     if logit_bias is not None:
@@ -143,7 +144,7 @@ def penalise(
 
 
 def occurrences(ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """How often each token stands in its row of `ids`, float32 [batch, vocab]; entries outside the vocabulary do not count."""
+    """How often each token stands in its row of `ids`, float32 [batch, vocab]; ids outside it do not count."""
     counts = torch.zeros_like(like)
     if ids is not None:
         real = (ids >= 0) & (ids < like.shape[-1])
@@ -172,8 +173,8 @@ def warp(
 ) -> torch.Tensor:
     """Temperature, min-p, top-k, top-p: log-probabilities [batch, vocab] of the kept tokens, -inf outside.
 
-    All orders are (logit descending, id ascending). Temperature 0 keeps the first token alone. Unusable rows come back as
-    uniform, for their caller to discard.
+    All orders are (logit descending, id ascending). Temperature 0 keeps the first token alone. Unusable rows come back
+    as uniform, for their caller to discard.
     """
     wide = wide_dtype(compute_dtype)
     vocab = logits.shape[-1]
@@ -208,7 +209,7 @@ def draw(log_p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 def verify_draft(
     *,
-    target_logits: torch.Tensor,  # [total_draft + batch, vocab]; request b owns rows cu_draft[b] + b .. cu_draft[b + 1] + b
+    target_logits: torch.Tensor,  # [total_draft + batch, vocab]; b owns rows cu_draft[b] + b to cu_draft[b+1] + b
     draft_ids: torch.Tensor,  # [total_draft]
     draft_probs: torch.Tensor | None,  # [total_draft, vocab], the warped q that drew each draft; None: one-hot drafts
     cu_draft: torch.Tensor,  # [batch + 1]
@@ -221,14 +222,15 @@ def verify_draft(
     max_tokens: int,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chain rejection sampling (Leviathan et al. 2023) -> ids [batch, max_tokens] (-1 after the end), num_accepted [batch].
+    """Chain rejection sampling (Leviathan et al. 2023) -> ids [batch, max_tokens] (-1 after the end), num_accepted.
 
-    Draft token d at position t is accepted when u < min(1, p(d) / q(d)). The first rejected one is replaced by a draw from
-    max(p - q, 0), renormalised, and ends the request; when all are accepted one more token is drawn from the last row, as
-    `sample` would at that position. p is the target's warped distribution. With `draft_probs=None` q is one-hot: accept with
-    probability p(d), replace from p without d. Either way the tokens are distributed as plain sampling, and with temperature 0
-    they are the greedy ones. An unusable target row (a NaN, or all -inf) ends the request with -1; a draft id outside the
-    vocabulary has probability zero. `max_tokens` is at least the longest draft + 1.
+    Draft token d at position t is accepted when u < min(1, p(d) / q(d)). The first rejected one is replaced by a draw
+    from max(p - q, 0), renormalised, and ends the request; when all are accepted one more token is drawn from the last
+    row, as `sample` would at that position. p is the target's warped distribution. With `draft_probs=None` q is
+    one-hot: accept with probability p(d), replace from p without d. Either way the tokens are distributed as plain
+    sampling, and with temperature 0 they are the greedy ones. An unusable target row (a NaN, or all -inf) ends the
+    request with -1; a draft id outside the vocabulary has probability zero. `max_tokens` is at least the longest draft
+    + 1.
     """
     batch, vocab = temperature.shape[0], target_logits.shape[-1]
     starts, lengths = cu_draft[:-1].long(), torch.diff(cu_draft).long()
@@ -244,7 +246,9 @@ def verify_draft(
         active = active[good[starts[active] + active + step]]
         finished, active = active[lengths[active] == step], active[lengths[active] > step]
         rows = starts[finished] + finished + step
-        ids[finished, step] = draw(log_p[rows], uniform(seeds[finished], positions[finished] + step, vocab, SAMPLE_NOISE))
+        ids[finished, step] = draw(
+            log_p[rows], uniform(seeds[finished], positions[finished] + step, vocab, SAMPLE_NOISE)
+        )
 
         where = positions[active] + step
         p = torch.exp(log_p[starts[active] + active + step])

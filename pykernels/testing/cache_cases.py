@@ -1,0 +1,251 @@
+"""Cases of append, rotate-and-append, gather and copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .attention_cases import BF16, F16, F32, FP8, INT8, LARGEST, Attention, paged
+from .build import Maker, cumulative
+
+BOTH = ((INT8, "int8"), (FP8, "fp8"))
+
+
+@dataclass(frozen=True)
+class Append:
+    """New tokens for a paged cache; every third slot is negative (padding), the rest are scattered over the pool."""
+
+    tokens: int = 37
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    dtype: torch.dtype = F32
+    cache: torch.dtype = F32
+    page_size: int = 16
+    scales: str = "token"  # "token": dynamic; "head", "tensor": static
+    strides: str = "dense"
+    pool: str = "dense"
+    values: str = "normal"  # "zeros": some rows are zero; "edges": halves and saturation; "nonfinite": NaN and inf
+    rotary_pairs: int = 32
+    interleaved: bool = False
+    index_dtype: torch.dtype = torch.int64
+
+
+def new_tokens(spec: Append, make: Maker, dim: int) -> torch.Tensor:
+    """Values [tokens, kv_heads, dim] whose magnitude changes from row to row."""
+    x = make.normal(spec.tokens, spec.kv_heads, dim) * torch.exp2(
+        make.uniform(spec.tokens, spec.kv_heads, 1, low=-6, high=6)
+    )
+    if spec.values == "zeros":
+        x[::2] = 0
+    if spec.values == "edges":  # with amax 127 (or 448) every half is a tie
+        x = make.integers(spec.tokens, spec.kv_heads, dim, low=-254, high=255).to(F32) / 2
+        x[..., 0] = LARGEST.get(spec.cache, 127.0)
+    if spec.values == "nonfinite" and spec.tokens > 5:
+        x[1, 0, 3], x[3, -1, 0], x[5, 0, 7] = torch.nan, torch.inf, -torch.inf
+    return x.to(spec.dtype)
+
+
+def pool_args(spec: Append, make: Maker) -> dict[str, Any]:
+    """Poisoned caches, slots and scales. Static scales are small enough that some values saturate."""
+    pages = -(-spec.tokens // spec.page_size) + 3
+    shapes = [(pages, spec.page_size, spec.kv_heads, d) for d in (spec.head_dim, spec.head_dim_v)]
+    if spec.pool == "halves":
+        k_cache, v_cache = make.poison(pages, 2, *shapes[0][1:], dtype=spec.cache).unbind(1)
+    elif spec.pool == "heads_first":
+        k_cache, v_cache = (make.poison(n, h, p, d, dtype=spec.cache).transpose(1, 2) for n, p, h, d in shapes)
+    else:
+        k_cache, v_cache = (make.placed(make.poison(*s, dtype=spec.cache), spec.strides) for s in shapes)
+    slots = make.permutation(pages * spec.page_size)[: spec.tokens].to(make.device)
+    slots[1::3] = -1
+    args: dict[str, Any] = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slot_mapping": slots,
+        "k_scale": None,
+        "v_scale": None,
+    }
+    if spec.cache in LARGEST:
+        for name in ("k_scale", "v_scale"):
+            if spec.scales == "token":
+                scale = make.poison(pages, spec.kv_heads, spec.page_size, dtype=F32).transpose(1, 2)
+                args[name] = scale if spec.pool == "heads_first" else scale.contiguous()
+            else:
+                shape = (spec.kv_heads,) if spec.scales == "head" else ()
+                args[name] = make.uniform(*shape, low=1.0, high=4.0) / LARGEST[spec.cache]
+    return args
+
+
+def append(spec: Append, make: Maker) -> dict[str, Any]:
+    """Arguments of `append_kv`."""
+    new = {
+        n: make.placed(new_tokens(spec, make, d), spec.strides)
+        for n, d in (("k", spec.head_dim), ("v", spec.head_dim_v))
+    }
+    return {**new, **pool_args(spec, make)}
+
+
+def rotation(spec: Append, make: Maker) -> dict[str, Any]:
+    """Positions (not in order, some large), frequencies of base 10,000, and the way pairs are laid out."""
+    exponent = torch.arange(spec.rotary_pairs, device=make.device, dtype=F32) / max(spec.rotary_pairs, 1)
+    return {
+        "positions": make.integers(spec.tokens, low=0, high=4096, dtype=spec.index_dtype),
+        "inv_freq": 10000.0**-exponent,
+        "interleaved": spec.interleaved,
+        "rope_scale": 1.0 if spec.dtype == F16 else 1.25,
+    }
+
+
+def rope_append(spec: Append, make: Maker) -> dict[str, Any]:
+    """Arguments of `rope_append_kv`."""
+    q = make.normal(spec.tokens, spec.heads, spec.head_dim, dtype=spec.dtype)
+    q_out = make.output(*q.shape, dtype=spec.dtype, strides="guarded" if spec.strides == "dense" else spec.strides)
+    return {"q": make.placed(q, spec.strides), **append(spec, make), **rotation(spec, make), "q_out": q_out}
+
+
+def rotary(spec: Append, make: Maker) -> dict[str, Any]:
+    """Arguments of `rotary_embedding`."""
+    strides = "guarded" if spec.strides == "dense" else spec.strides
+    args = rotation(spec, make)
+    for name, heads in (("q", spec.heads), ("k", spec.kv_heads)):
+        x = make.normal(spec.tokens, heads, spec.head_dim, dtype=spec.dtype)
+        args[name] = make.placed(x, spec.strides)
+        args[f"{name}_out"] = make.output(*x.shape, dtype=spec.dtype, strides=strides)
+    return args
+
+
+def gather(spec: Attention, make: Maker) -> dict[str, Any]:
+    """Arguments of `gather_kv`; the outputs have `spec.dtype`."""
+    args = paged(spec, make)
+    total = cumulative(list(spec.k_lens))[-1]
+    strides = "guarded" if spec.strides == "dense" else spec.strides
+    args["k"] = make.output(total, spec.kv_heads, spec.head_dim, dtype=spec.dtype, strides=strides)
+    args["v"] = make.output(total, spec.kv_heads, spec.head_dim_v, dtype=spec.dtype, strides=strides)
+    return args
+
+
+def copy(spec: Attention, copies: int, make: Maker) -> dict[str, Any]:
+    """Arguments of `copy_pages`: the unused, poisoned pages are written too."""
+    args = paged(spec, make)
+    pages = args["k_cache"].shape[0]
+    order = make.permutation(pages).to(make.device)
+    kept = {n: args[n] for n in ("k_cache", "v_cache", "k_scale", "v_scale")}
+    return {**kept, "src_pages": order[:copies].clone(), "dst_pages": order[copies : 2 * copies].clone()}
+
+
+def append_table() -> dict[str, Append]:
+    base = Append()
+    table = {
+        "one_token": Append(tokens=1),
+        "no_tokens": Append(tokens=0),
+        "halves": Append(pool="halves"),
+        "heads_first": Append(pool="heads_first"),
+        "uneven_dims": Append(head_dim=192, head_dim_v=128, rotary_pairs=32),
+        "cast_to_bfloat16": Append(cache=BF16),
+        "widen_bfloat16": Append(dtype=BF16),
+        "bfloat16": Append(dtype=BF16, cache=BF16),
+        "float16": Append(dtype=F16, cache=F16, page_size=3),
+        "nonfinite": Append(values="nonfinite"),
+    }
+    table |= {f"strides_{s}": replace(base, strides=s) for s in ("gaps", "odd", "outer")}
+    table |= {f"pages_of_{p}": replace(base, page_size=p) for p in (1, 3, 64)}
+    for cache, name in BOTH:
+        coded = replace(base, cache=cache)
+        for dtype, suffix in ((F32, ""), (BF16, "_bfloat16"), (F16, "_float16")):
+            table |= {f"{name}_{s}{suffix}": replace(coded, dtype=dtype, scales=s) for s in ("token", "head", "tensor")}
+        table |= {
+            f"{name}_zeros": replace(coded, values="zeros"),
+            f"{name}_edges": replace(coded, values="edges"),
+            f"{name}_edges_static": replace(coded, values="edges", scales="head"),
+            f"{name}_nonfinite": replace(coded, values="nonfinite"),
+            f"{name}_halves": replace(coded, pool="halves", page_size=3),
+            f"{name}_heads_first": replace(coded, pool="heads_first"),
+            f"{name}_gaps": replace(coded, strides="gaps", head_dim=80, head_dim_v=80),
+            f"{name}_odd": replace(coded, strides="odd", dtype=BF16),
+            f"{name}_dim_256": replace(coded, head_dim=256, head_dim_v=128),
+        }
+    return table
+
+
+APPEND_SMOKE = (
+    "halves",
+    "bfloat16",
+    "int8_token",
+    "fp8_token_bfloat16",
+    "int8_head_float16",
+    "fp8_tensor",
+    "int8_zeros",
+    "fp8_edges",
+)
+
+
+def rope_append_table() -> dict[str, Append]:
+    """`append_table` without non-finite values (what a rotation of inf gives is no promise), and rotations."""
+    table = {n: s for n, s in append_table().items() if s.values != "nonfinite"}
+    return table | rotary_table()
+
+
+def rotary_table() -> dict[str, Append]:
+    base = Append()
+    return {
+        "half_split": base,
+        "interleaved": replace(base, interleaved=True),
+        "one_token": replace(base, tokens=1),
+        "no_tokens": replace(base, tokens=0),
+        "partial": replace(base, rotary_pairs=12),
+        "partial_interleaved": replace(base, rotary_pairs=5, interleaved=True),
+        "no_pairs": replace(base, rotary_pairs=0),
+        "odd_head_dim": replace(base, head_dim=80, head_dim_v=80, rotary_pairs=40),
+        "int32_positions": replace(base, index_dtype=torch.int32),
+        "heads_9_3": replace(base, heads=9, kv_heads=3, tokens=129),
+        "dim_256": replace(base, head_dim=256, head_dim_v=256, rotary_pairs=128, heads=4, kv_heads=1),
+        "rotary_gaps": replace(base, strides="gaps"),
+        "rotary_odd": replace(base, strides="odd", interleaved=True),
+        "rotary_outer": replace(base, strides="outer"),
+        "rotary_bfloat16": replace(base, dtype=BF16, cache=BF16),
+        "rotary_bfloat16_interleaved": replace(base, dtype=BF16, cache=BF16, interleaved=True),
+        "rotary_float16": replace(base, dtype=F16, cache=F16),
+        "rotary_float16_interleaved": replace(base, dtype=F16, cache=F16, interleaved=True),
+    }
+
+
+def gather_table() -> dict[str, Attention]:
+    base = Attention(k_lens=(33, 0, 129, 1))
+    table = {
+        "float32": base,
+        "bfloat16": replace(base, dtype=BF16),
+        "float16": replace(base, dtype=F16, strides="gaps"),
+        "empty_batch": replace(base, k_lens=()),
+        "only_empty": replace(base, k_lens=(0, 0)),
+        "halves": replace(base, pool="halves"),
+        "heads_first": replace(base, pool="heads_first"),
+        "odd_output": replace(base, strides="odd"),
+        "uneven_dims": replace(base, head_dim=192, head_dim_v=128),
+    }
+    table |= {f"pages_of_{p}": replace(base, page_size=p) for p in (1, 3, 64)}
+    for cache, name in BOTH:
+        for dtype, suffix in ((F32, ""), (BF16, "_bfloat16"), (F16, "_float16")):
+            for scales in ("token", "head", "tensor"):
+                table[f"{name}_{scales}{suffix}"] = replace(base, cache=cache, dtype=dtype, scales=scales)
+        table[f"{name}_heads_first"] = replace(base, cache=cache, pool="heads_first", page_size=3)
+    return table
+
+
+def copy_table() -> dict[str, tuple[Attention, int]]:
+    base = Attention(k_lens=(33, 0, 129, 1))
+    table = {
+        "float32": (base, 3),
+        "none": (base, 0),
+        "one": (base, 1),
+        "bfloat16": (replace(base, dtype=BF16), 4),
+        "halves": (replace(base, pool="halves", page_size=3), 9),
+        "heads_first": (replace(base, pool="heads_first"), 3),
+        "uneven_dims": (replace(base, head_dim=192, head_dim_v=128), 3),
+    }
+    for cache, name in BOTH:
+        table |= {f"{name}_{s}": (replace(base, cache=cache, scales=s), 5) for s in ("token", "head", "tensor")}
+        table[f"{name}_heads_first"] = (replace(base, cache=cache, pool="heads_first"), 5)
+    return table

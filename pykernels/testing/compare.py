@@ -1,0 +1,233 @@
+"""The error budget: max|out - ref64| <= 2 x max|same_dtype - ref64| + rounding, and bits for codes and ids.
+
+`ref64` is the reference in float64, `same_dtype` the same formula with operands in the input's type and sums in
+float32, `rounding` half a unit in the last place of the output's type at the reference's magnitude. Nothing is tuned by
+hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..contract import OPS, Op, Tensor, bind_dims
+from ..contract.schema import FLOATS
+
+if TYPE_CHECKING:
+    from .factories import Case
+
+Results = dict[str, torch.Tensor]
+Run = Callable[[str, dict[str, Any]], None]
+
+# Outputs that are compared bit for bit: codes and their scales, token ids, random numbers, copies.
+EXACT: dict[str, tuple[str, ...]] = {
+    "append_kv": ("k_cache", "v_cache", "k_scale", "v_scale"),
+    "rope_append_kv": ("v_cache", "v_scale"),
+    "copy_pages": ("k_cache", "v_cache", "k_scale", "v_scale"),
+    "sample": ("ids", "valid", "top_ids"),
+    "verify_draft": ("ids", "num_accepted"),
+    "philox_uniform": ("out",),
+}
+SCRATCH = ("workspace",)
+CODES = (torch.int8, torch.float8_e4m3fn)
+
+
+class Mismatch(AssertionError):
+    """An output differs from the reference by more than its budget, or memory around it was written."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found for one output: the largest error, what was allowed, and the reason where it fails."""
+
+    name: str
+    error: float
+    budget: float
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.reason
+
+
+class Snapshot:
+    """Arguments as they were before the call: inputs for the reference, and the memory around every written tensor."""
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        self.args = {n: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in args.items()}
+        bases = [v._base for v in args.values() if isinstance(v, torch.Tensor) and v._base is not None]
+        self.buffers = {id(base): (base, base.clone()) for base in bases}
+
+    def trampled(self, op: Op, args: Mapping[str, Any]) -> str:
+        """A sentence when an input changed, or an element of a buffer that no output covers; otherwise empty."""
+        for arg in op.tensors:
+            if (
+                arg.role == "in"
+                and args[arg.name] is not None
+                and not same_bits(args[arg.name].cpu(), self.args[arg.name]).all()
+            ):
+                return f"wrote to its input {arg.name}"
+        for buffer, before in self.buffers.values():
+            own = torch.ones(buffer.shape, dtype=torch.bool, device=buffer.device)
+            for arg in op.tensors:
+                value = args[arg.name]
+                if arg.mutated and value is not None and value._base is buffer:
+                    own.as_strided(value.shape, value.stride(), value.storage_offset()).fill_(False)
+            changed = own & ~same_bits(buffer, before)
+            if changed.any():
+                where = tuple(torch.nonzero(changed)[0].tolist())
+                return f"wrote {int(changed.sum())} elements around its outputs, first {where} of {list(buffer.shape)}"
+        return ""
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elementwise equality of bits, any two NaN being equal."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    raw = kinds[a.element_size()]
+    equal = a.contiguous().view(raw) == b.contiguous().view(raw)
+    if a.is_floating_point():
+        equal |= torch.isnan(a.to(torch.float64)) & torch.isnan(b.to(torch.float64))
+    return equal
+
+
+def oracle(op_name: str, args: Mapping[str, Any], compute_dtype: torch.dtype = torch.float64) -> Results:
+    """Every written argument as the reference computes it, by name. `args` is left alone."""
+    op = OPS[op_name]
+    package = __package__.rpartition(".")[0]
+    function = getattr(importlib.import_module(f"{package}.reference.{op.family}"), op_name)
+    own = {n: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in args.items()}
+    inputs = {a.name: own[a.name] for a in op.args if not (isinstance(a, Tensor) and a.role == "out")}
+    dims = bind_dims(op, args)
+    sizes = [n for n in inspect.signature(function).parameters if n not in inputs and n != "compute_dtype"]
+    returned = function(**inputs, **{n: dims.get(n, 0) for n in sizes}, compute_dtype=compute_dtype)
+    results = dict(zip((t.name for t in op.outputs), returned, strict=True))
+    results |= {t.name: own[t.name] for t in op.tensors if t.role == "inout"}
+    return {n: r for n, r in results.items() if args[n] is not None and n not in SCRATCH}
+
+
+def input_dtype(op: Op, args: Mapping[str, Any]) -> torch.dtype:
+    """The type in which `same_dtype` computes: that of the activations; float32 where probabilities are computed."""
+    if op.family == "sampling":
+        return torch.float32
+    floats = [args[t.name] for t in op.tensors if t.role == "in" and args[t.name] is not None]
+    first = next((x.dtype for x in floats if x.dtype in FLOATS), torch.float32)
+    out = op.outputs[0].name if op.outputs else ""
+    return args[out].dtype if op.name in ("gather_kv", "embedding") else first
+
+
+def unit_in_last_place(dtype: torch.dtype, magnitude: float) -> float:
+    """The distance between neighbours of `dtype` at `magnitude`."""
+    info = torch.finfo(dtype)
+    exponent = math.floor(math.log2(magnitude)) if magnitude > 0 else -1074
+    return max(info.eps * 2.0**exponent, info.eps * info.tiny)
+
+
+def largest(x: torch.Tensor) -> float:
+    """max|x| over finite elements, 0 when there are none."""
+    x = x[torch.isfinite(x)]
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def within_budget(name: str, got: torch.Tensor, exact: torch.Tensor, same: torch.Tensor, rounding: float) -> Verdict:
+    """Judges numbers. NaN and infinities must stand where the reference has them; the rest obeys the budget."""
+    got, exact, same = (x.to(torch.float64) for x in (got, exact, same))
+    finite = torch.isfinite(exact)
+    special = torch.where(torch.isnan(exact), torch.isnan(got), got == exact)
+    wrong = ~torch.where(finite, torch.isfinite(got), special)
+    spread = largest(torch.where(finite, same - exact, 0.0))
+    budget = 2 * spread + rounding
+    error = torch.where(finite & torch.isfinite(got), (got - exact).abs(), 0.0)
+    worst = largest(error)
+    if wrong.any():
+        return Verdict(name, math.inf, budget, f"{name}: {describe(wrong, got, exact)}")
+    if worst > budget:
+        over = error > budget
+        allowed = f"budget {budget:.3g} = 2 x {spread:.3g} (same dtype) + {rounding:.3g} (rounding)"
+        return Verdict(
+            name, worst, budget, f"{name}: error {worst:.3g} exceeds {allowed}; {describe(over, got, exact, error)}"
+        )
+    return Verdict(name, worst, budget)
+
+
+def identical(name: str, got: torch.Tensor, expected: torch.Tensor) -> Verdict:
+    """Judges codes, ids and copies: bit for bit, NaN equal to NaN."""
+    wrong = ~same_bits(got, expected.to(got.dtype))
+    if not wrong.any():
+        return Verdict(name, 0.0, 0.0)
+    return Verdict(name, math.inf, 0.0, f"{name}: must be exact; {describe(wrong, got, expected)}")
+
+
+def describe(wrong: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, error: torch.Tensor | None = None) -> str:
+    """How many elements are wrong, and the worst (or first) of them."""
+    flat = int(error.flatten().argmax()) if error is not None else int(wrong.flatten().int().argmax())
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), wrong.shape))
+    which = "worst" if error is not None else "first"
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} elements wrong, {which} at {where}: "
+        f"got {got[where].item():.9g}, expected {expected[where].item():.9g}"
+    )
+
+
+def real_keys(results: Mapping[str, Any]) -> torch.Tensor:
+    """The key cache as real numbers, code x scale."""
+    codes, scale = results["k_cache"].to(torch.float64), results["k_scale"]
+    return codes if scale is None else codes * scale.to(torch.float64)[..., None]
+
+
+def judge_rotated_codes(after: Mapping[str, Any], exact: Results, same: Results) -> Verdict:
+    """Keys that are rotated and then quantised: a last bit of a cosine may move a code to its neighbour.
+
+    So real values are compared, and `rounding` is the distance between neighbouring codes: got and reference are both
+    rounded.
+    """
+    dtype = after["k_cache"].dtype
+    got, expected, close = (real_keys({"k_scale": None, **r}) for r in (after, exact, same))
+    magnitude = largest(expected)
+    step = magnitude / 127 if dtype == torch.int8 else unit_in_last_place(dtype, magnitude)
+    if dtype == torch.int8 and after["k_scale"].dim() < 3:
+        step = largest(exact["k_scale"])
+    return within_budget("k_cache", got, expected, close, step)
+
+
+def judge(op_name: str, before: Snapshot, after: Mapping[str, Any]) -> list[Verdict]:
+    """Compares every written argument of a finished call with the reference."""
+    op = OPS[op_name]
+    dtype = input_dtype(op, before.args)
+    exact = oracle(op_name, before.args)
+    same = oracle(op_name, before.args, dtype)
+    results = {n: after[n].detach().cpu() for n in exact}
+    verdicts = []
+    for name, expected in exact.items():
+        got = results[name]
+        if got.shape != expected.shape:
+            verdicts.append(
+                Verdict(name, math.inf, 0.0, f"{name}: shape {list(got.shape)}, expected {list(expected.shape)}")
+            )
+        elif name in EXACT.get(op_name, ()):
+            verdicts.append(identical(name, got, expected))
+        elif got.dtype in CODES:
+            verdicts.append(judge_rotated_codes(results, exact, same))
+        else:
+            rounding = unit_in_last_place(got.dtype, largest(expected)) / 2
+            verdicts.append(within_budget(name, got, expected, same[name], rounding))
+    if trampled := before.trampled(op, after):
+        verdicts.append(Verdict("memory", math.inf, 0.0, trampled))
+    return verdicts
+
+
+def check_case(case: Case, run: Run, device: str = "cpu") -> list[Verdict]:
+    """Builds a case, runs `run(op_name, args)` on it, and raises `Mismatch` with every reason if outputs disagree."""
+    args = case.args(device)
+    before = Snapshot(args)
+    run(case.op, args)
+    verdicts = judge(case.op, before, args)
+    reasons = [v.reason for v in verdicts if not v.ok]
+    if reasons:
+        raise Mismatch(f"{case.op}[{case.name}]: " + "; ".join(reasons))
+    return verdicts
