@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .ops.decode import merge_attention_states, paged_decode_attention
+from .ops.kv_cache import append_kv, copy_pages, gather_kv, rope_append_kv
 from .ops.norm import rms_norm
 from .ops.prefill import paged_prefill_attention, prefill_attention
 from .registry import backends
@@ -10,10 +11,14 @@ from .registry import backends
 __version__ = "0.1.0"
 
 __all__ = [
+    "append_kv",
     "backends",
+    "copy_pages",
+    "gather_kv",
     "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",
     "prefill_attention",
     "rms_norm",
+    "rope_append_kv",
 ]

@@ -43,12 +43,10 @@ void register_attention(py::module_& m) {
 }
 
 void register_kv_cache(py::module_& m) {
-#if __has_include("../cpu/kv_cache.cpp")
   bind(m, "append_kv", append_kv, make<AppendParams, 7>());
   bind(m, "rope_append_kv", rope_append_kv, make_rope_append);
   bind(m, "gather_kv", gather_kv, make<GatherParams, 8>());
   bind(m, "copy_pages", copy_pages, make<CopyPagesParams, 6>());
-#endif
 }
 
 void register_sampling(py::module_& m) {
