@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .contract import OPS, Op, allocate, check
+from .contract import OPS, Op, allocate, check, check_types
 from .registry import resolve
 
 _LIBRARY = torch.library.Library("pykernels", "DEF")
@@ -61,6 +61,7 @@ for _op in OPS.values():
 
 def call(op: Op, backend: str, /, **args: Any) -> dict[str, Any]:
     """Runs an op: allocates the outputs that are None, calls the registered op, returns all arguments by name."""
+    check_types(op, args)  # the rest is checked by the registered op
     full = allocate(op, args)
     flat = [full[a.name] for a in op.args]
     getattr(torch.ops.pykernels, op.name)(*flat, backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .activation import GATED_ACTIVATION
-from .check import allocate, bind_dims, check, dtype_name
+from .check import allocate, bind_dims, check, check_types, dtype_name
 from .decode import MERGE_ATTENTION_STATES, PAGED_DECODE_ATTENTION
 from .kv_cache import APPEND_KV, COPY_PAGES, GATHER_KV, ROPE_APPEND_KV
 from .linear import BLOCK, EMBEDDING, FORMATS, LAYOUTS, LINEAR, packed_bytes
@@ -52,6 +52,7 @@ __all__ = [
     "allocate",
     "bind_dims",
     "check",
+    "check_types",
     "dtype_name",
     "packed_bytes",
 ]

@@ -52,23 +52,32 @@ class Binder:
         )
 
 
+def check_types(op: Op, args: Args) -> None:
+    """TypeError for a value that the op's schema cannot even express. Outputs may still be None, to be allocated."""
+    for arg in op.args:
+        value = args[arg.name]
+        if isinstance(arg, Scalar):
+            _check_scalar_type(op, arg, value)
+        elif value is None:
+            if not arg.optional and arg.role != "out":
+                raise TypeError(f"{op.name}: {arg.name} must be a torch.Tensor, got None")
+        elif not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op.name}: {arg.name} must be a torch.Tensor, got {type(value).__name__}")
+
+
 def bind_dims(op: Op, args: Args) -> Dims:
-    """Named dimensions of a call, from the tensors that are present. Raises on a type or shape that cannot be."""
+    """Named dimensions of a call, from the tensors that are present. Raises on a shape that cannot be."""
     binder = Binder(op)
     for arg in op.tensors:
         value = args[arg.name]
-        if value is None:
-            if not arg.optional and arg.role != "out":
-                raise TypeError(f"{op.name}: {arg.name} must be a torch.Tensor, got None")
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{op.name}: {arg.name} must be a torch.Tensor, got {type(value).__name__}")
-        binder.bind(arg, value)
+        if value is not None:
+            binder.bind(arg, value)
     return binder.dims
 
 
 def check(op: Op, args: Args) -> Dims:
     """Everything that can be known without reading tensor contents; raises before anything is written."""
+    check_types(op, args)
     dims = bind_dims(op, args)
     device: tuple[torch.device, str] | None = None
     for arg in op.args:
@@ -114,12 +123,13 @@ def _check_tensor(op: Op, arg: Tensor, value: torch.Tensor, args: Args, device: 
         )
 
 
-def _check_scalar(op: Op, arg: Scalar, value: object) -> None:
-    if isinstance(value, torch.SymInt):
-        return
-    legal = (int, float) if arg.type is float else (arg.type,)
+def _check_scalar_type(op: Op, arg: Scalar, value: object) -> None:
+    legal = (int, float) if arg.type is float else (int, torch.SymInt) if arg.type is int else (arg.type,)
     if not isinstance(value, legal) or (isinstance(value, bool) and arg.type is not bool):
         raise TypeError(f"{op.name}: {arg.name} must be {arg.type.__name__}, got {type(value).__name__}")
+
+
+def _check_scalar(op: Op, arg: Scalar, value: object) -> None:
     if arg.choices and value not in arg.choices:
         raise ValueError(f"{op.name}: {arg.name} must be {_one_of(arg.choices)}, got {value!r}")
     if isinstance(value, (int, float)) and value != value:
