@@ -17,7 +17,7 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -102,7 +102,10 @@ class NinjaBuild(build_ext):
         subprocess.run([str(Path(BIN_DIR) / "ninja"), "-C", str(build_dir), "-j", jobs], check=True)
 
 
+# reference/ and bench/ are folders at the root that install as pykernels.reference and pykernels.bench.
 setup(
+    packages=[*find_packages(include=["pykernels", "pykernels.*"]), "pykernels.reference"],
+    package_dir={"pykernels.reference": "reference"},
     ext_modules=[Extension(f"pykernels._cpu_{level}", sources=[]) for level in cpu_levels()],
     cmdclass={"build_ext": NinjaBuild},
 )

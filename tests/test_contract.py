@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from pykernels.testing.compare import same_bits
-from pykernels.testing.factories import cases
 
 from pykernels.contract import OPS, Op, Scalar, Tensor, allocate, bind_dims, check
 from pykernels.library import call
+from pykernels.testing.compare import same_bits
+from pykernels.testing.factories import cases
 
 
 def base(op: Op) -> dict[str, Any]:
