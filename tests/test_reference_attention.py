@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
-
 from pykernels.reference.attention import attend
 from pykernels.reference.decode import merge_attention_states, paged_decode_attention
 from pykernels.reference.prefill import paged_prefill_attention, prefill_attention
+from torch.nn.attention.flex_attention import flex_attention
 
 F64 = torch.float64
 OPEN: dict[str, Any] = {
@@ -30,7 +29,9 @@ def draw(*shape: int, seed: int = 0, std: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64) * std
 
 
-def problem(q_len: int, k_len: int, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(
+    q_len: int, k_len: int, heads: int = 4, kv_heads: int = 2
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return draw(q_len, heads, 16, seed=1, std=3), draw(k_len, kv_heads, 16, seed=2), draw(k_len, kv_heads, 24, seed=3)
 
 
@@ -53,7 +54,9 @@ def into_pages(x: torch.Tensor, page_size: int, pages: list[int], total: int) ->
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (7, 7), (5, 40), (40, 40), (33, 12)])
 @pytest.mark.parametrize("window", [(-1, -1), (6, -1), (0, 0), (4, 3), (-1, 2)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_masks_match_scaled_dot_product_attention(q_len: int, k_len: int, window: tuple[int, int], causal: bool) -> None:
+def test_masks_match_scaled_dot_product_attention(
+    q_len: int, k_len: int, window: tuple[int, int], causal: bool
+) -> None:
     q, k, v = problem(q_len, k_len)
     left, right = window[0], 0 if causal else window[1]
     mask = torch.zeros(q_len, k_len, dtype=torch.bool)
@@ -130,7 +133,14 @@ def test_sequences_of_length_zero_and_padded_rows_are_zero_and_minus_infinity() 
     k, v = draw(3, 2, 16), draw(3, 2, 24)
     q[4:] = torch.nan  # padding
     out, lse = prefill_attention(
-        q=q, k=k, v=v, cu_seqlens_q=lengths(0, 2, 2, 4), cu_seqlens_k=lengths(0, 0, 3, 3), max_seqlen_q=2, max_seqlen_k=3, **OPEN
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=lengths(0, 2, 2, 4),
+        cu_seqlens_k=lengths(0, 0, 3, 3),
+        max_seqlen_q=2,
+        max_seqlen_k=3,
+        **OPEN,
     )
     assert (out == 0).all()
     assert (lse == -math.inf).all()
@@ -140,7 +150,14 @@ def test_lengths_above_the_given_maximum_are_refused() -> None:
     q, k, v = problem(4, 4)
     with pytest.raises(ValueError, match="max_seqlen_q is 3, but a sequence has length 4"):
         prefill_attention(
-            q=q, k=k, v=v, cu_seqlens_q=lengths(0, 4), cu_seqlens_k=lengths(0, 4), max_seqlen_q=3, max_seqlen_k=4, **OPEN
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=lengths(0, 4),
+            cu_seqlens_k=lengths(0, 4),
+            max_seqlen_q=3,
+            max_seqlen_k=4,
+            **OPEN,
         )
 
 
@@ -174,7 +191,9 @@ def test_nan_in_a_visible_query_key_or_value_reaches_only_the_rows_that_see_it()
             assert not torch.isnan(out[..., [0, 1, *range(3, 24)]]).any()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 1), (9, 3), (4, 1), (7, 1), (28, 4), (8, 1), (12, 1), (71, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (2, 1), (9, 3), (4, 1), (7, 1), (28, 4), (8, 1), (12, 1), (71, 1)]
+)
 def test_every_head_of_a_group_reads_the_same_kv_head(heads: int, kv_heads: int) -> None:
     q, k, v = problem(3, 9, heads=heads, kv_heads=kv_heads)
     out, _ = solve(q, k, v)
@@ -210,7 +229,9 @@ def test_pages_change_nothing_and_chunks_continue_where_they_stopped(page_size: 
     q, k, v = problem(tokens, tokens)
     whole, whole_lse = solve(q, k, v, causal=True, **mask)
     count = -(-tokens // page_size)
-    pages = [(7 * i + 2) % (count + 5) for i in range(count)] if math.gcd(7, count + 5) == 1 else list(range(count))[::-1]
+    pages = (
+        [(7 * i + 2) % (count + 5) for i in range(count)] if math.gcd(7, count + 5) == 1 else list(range(count))[::-1]
+    )
     k_cache, v_cache = (into_pages(x, page_size, pages, count + 5) for x in (k, v))
     table = torch.tensor([[*pages, -1, -1]], dtype=torch.int32)
     common = {"k_cache": k_cache, "v_cache": v_cache, "block_table": table, "k_scale": None, "v_scale": None}
@@ -291,14 +312,23 @@ def test_slopes_may_differ_from_sequence_to_sequence() -> None:
     slopes = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
     cu = lengths(0, 4, 8)
     out, _ = prefill_attention(
-        q=q, k=k, v=v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4, **{**CAUSAL, "alibi_slopes": slopes}
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu,
+        cu_seqlens_k=cu,
+        max_seqlen_q=4,
+        max_seqlen_k=4,
+        **{**CAUSAL, "alibi_slopes": slopes},
     )
     for b, rows in enumerate((slice(0, 4), slice(4, 8))):
         alone, _ = solve(q[rows], k[rows], v[rows], causal=True, alibi_slopes=slopes[b])
         torch.testing.assert_close(out[rows], alone, rtol=0, atol=1e-14)
 
 
-def merged(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(
+    a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     return merge_attention_states(out_a=a[0], lse_a=a[1], out_b=b[0], lse_b=b[1])
 
 

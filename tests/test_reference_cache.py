@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from pykernels.reference.kv_cache import append_kv, copy_pages, gather_kv, quantise, rope_append_kv
 from pykernels.reference.rope import rotary_embedding
 
@@ -17,7 +16,9 @@ FP8_VALUES = np.array([c.item() for c in torch.arange(256, dtype=torch.uint8).vi
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator) * torch.exp2(torch.rand(*shape[:-1], 1, generator=generator) * 20 - 10)
+    return torch.randn(*shape, generator=generator) * torch.exp2(
+        torch.rand(*shape[:-1], 1, generator=generator) * 20 - 10
+    )
 
 
 def nearest_fp8(x: float) -> float:
@@ -145,7 +146,13 @@ def test_rope_append_is_rotary_embedding_then_append(interleaved: bool, dtype: t
     for fused in (True, False):
         k_cache, v_cache = pool(dtype)
         scales = [torch.zeros(4, 3, 2) if dtype.itemsize == 1 else None for _ in range(2)]
-        into = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, "k_scale": scales[0], "v_scale": scales[1]}
+        into = {
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "slot_mapping": slots,
+            "k_scale": scales[0],
+            "v_scale": scales[1],
+        }
         if fused:
             (q_out,) = rope_append_kv(q=q, k=k, v=v, **turn, **into)
         else:

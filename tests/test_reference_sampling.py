@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pykernels.reference.sampling import penalise, philox4x32, philox_uniform, sample, uniform, warp
 from scipy.stats import chisquare
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -14,8 +15,6 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-
-from pykernels.reference.sampling import penalise, philox4x32, philox_uniform, sample, uniform, warp
 
 WORD = 0xFFFFFFFF
 INF = math.inf
@@ -55,7 +54,9 @@ def run(logits: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
     return dict(zip(NAMES, sample(logits=logits, **args), strict=True))
 
 
-def kept(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+def kept(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[int]:
     """The ids that one row of logits may return."""
     options = (
         torch.tensor([temperature]),
@@ -87,7 +88,9 @@ def normal(*shape: int, seed: int = 0, std: float = 2.0) -> torch.Tensor:
         ),
     ],
 )
-def test_philox_gives_the_published_words(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
+def test_philox_gives_the_published_words(
+    counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
+) -> None:
     assert tuple(philox4x32(torch.tensor(counter), torch.tensor(key)).tolist()) == words
 
 
@@ -128,7 +131,9 @@ def test_philox_uniform_is_the_sampling_stream_and_stays_inside_0_and_1() -> Non
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(5, 1, 0), (0, 0.7, 0), (0, 1, 0.1), (20, 0.8, 0), (0, 0.6, 0.02), (9, 0.5, 0.3)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(5, 1, 0), (0, 0.7, 0), (0, 1, 0.1), (20, 0.8, 0), (0, 0.6, 0.02), (9, 0.5, 0.3)]
+)
 def test_kept_sets_match_the_warpers_of_transformers(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     logits = normal(100, seed=seed)
     scores = logits[None].double() / 0.8
@@ -194,7 +199,14 @@ def test_a_probability_that_is_zero_in_float32_is_outside_the_support() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 2.5}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}, {"temperature": 1.7, "top_k": 9, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 2.5},
+        {"top_k": 6},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.9},
+    ],
 )
 def test_draws_are_distributed_as_the_warped_probabilities(options: dict[str, Any]) -> None:
     draws, logits = 8000, normal(13, seed=4, std=1.5)
@@ -217,7 +229,9 @@ def test_draws_are_distributed_as_the_warped_probabilities(options: dict[str, An
 def test_the_tail_of_a_large_vocabulary_is_drawn_as_often_as_it_should_be() -> None:
     draws, vocab = 2000, 500
     logits = torch.cat((torch.tensor([6.0, 5.0]), torch.zeros(vocab - 2)))
-    got = run(logits.expand(draws, -1), positions=torch.arange(draws), seeds=torch.zeros(draws, dtype=torch.int64))["ids"]
+    got = run(logits.expand(draws, -1), positions=torch.arange(draws), seeds=torch.zeros(draws, dtype=torch.int64))[
+        "ids"
+    ]
     p = torch.softmax(logits.double(), -1)
     tail = torch.div(got[got >= 2] - 2, 125, rounding_mode="floor").clamp(max=3)
     observed = [int((got == 0).sum()), int((got == 1).sum()), *torch.bincount(tail, minlength=4).tolist()]
@@ -233,11 +247,20 @@ def test_the_winner_is_the_largest_log_p_plus_gumbel_noise() -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours_or_its_place() -> None:
     logits = normal(6, 50)
-    options = {"temperature": [0.5, 0.0, 1.0, 2.0, 1e-3, 1.0], "top_k": [3, 0, 10, 1, 0, 50], "top_p": [0.9, 0.1, 1, 1, 0.5, 0.3]}
+    options = {
+        "temperature": [0.5, 0.0, 1.0, 2.0, 1e-3, 1.0],
+        "top_k": [3, 0, 10, 1, 0, 50],
+        "top_p": [0.9, 0.1, 1, 1, 0.5, 0.3],
+    }
     seeds, positions = torch.tensor([5, 5, 7, -1, 2**50, 0]), torch.tensor([0, 1, 2, 3, 4, 5])
     whole = run(logits, seeds=seeds, positions=positions, **options)
     for b in range(6):
-        alone = run(logits[b : b + 1], seeds=seeds[b : b + 1], positions=positions[b : b + 1], **{n: v[b : b + 1] for n, v in options.items()})
+        alone = run(
+            logits[b : b + 1],
+            seeds=seeds[b : b + 1],
+            positions=positions[b : b + 1],
+            **{n: v[b : b + 1] for n, v in options.items()},
+        )
         assert all(torch.equal(alone[n], whole[n][b : b + 1]) for n in NAMES)
 
 
@@ -328,7 +351,9 @@ def test_rows_of_nan_or_minus_infinity_are_flagged_and_spare_their_neighbours() 
         assert torch.isnan(got["logprob"]).tolist() == [False, True, False, True, False]
         assert (got["top_ids"][[1, 3]] == -1).all()
         assert torch.isnan(got["top_logprobs"][[1, 3]]).all()
-        assert torch.equal(got["ids"][[0, 2, 4]], run(logits[[0, 2, 4]], temperature=temperature, seeds=[0, 2, 4])["ids"])
+        assert torch.equal(
+            got["ids"][[0, 2, 4]], run(logits[[0, 2, 4]], temperature=temperature, seeds=[0, 2, 4])["ids"]
+        )
 
 
 def test_a_mask_that_forbids_everything_makes_the_row_invalid() -> None:

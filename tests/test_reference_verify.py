@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
-
 from pykernels.reference.sampling import accept, one_hot, residual, sample, uniform, verify_draft, warp
+from scipy.stats import chisquare
 
 VOCAB = 5
 
@@ -18,7 +17,9 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def options(batch: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> dict[str, Any]:
+def options(
+    batch: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[str, Any]:
     return {
         "temperature": torch.full((batch,), temperature),
         "top_k": torch.full((batch,), top_k, dtype=torch.int32),
@@ -29,7 +30,9 @@ def options(batch: int, temperature: float = 1.0, top_k: int = 0, top_p: float =
     }
 
 
-def verify(logits: torch.Tensor, drafts: torch.Tensor, q: torch.Tensor | None, **warping: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def verify(
+    logits: torch.Tensor, drafts: torch.Tensor, q: torch.Tensor | None, **warping: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Every request has the same number of drafts: logits [batch, drafts + 1, vocab], drafts [batch, drafts]."""
     batch, count = drafts.shape
     return verify_draft(
@@ -70,7 +73,7 @@ def every_pair(ps: torch.Tensor, qs: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def emitted(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The distribution of the token that comes out when drafts are drawn from q: sum over drafts of q(d) x what d leads to."""
+    """The distribution of the token that comes out when drafts are drawn from q."""
     rest = residual(p, q)
     rest = rest / rest.sum(-1, keepdim=True)
     total = torch.zeros_like(p)
@@ -88,14 +91,16 @@ def test_accepting_and_resampling_together_give_p_for_every_small_p_and_q() -> N
 
 
 def test_one_hot_drafts_leave_the_marginal_exact() -> None:
-    # Accept d with probability p(d), otherwise draw from p without d: p(d) [x = d] + (1 - p(d)) p(x) / (1 - p(d)) = p(x).
+    # Accept d with probability p(d), else draw from p without d: p(d) [x = d] + (1 - p(d)) p(x) / (1 - p(d)) = p(x).
     p, q = every_pair(torch.tensor(simplex(4, 6), dtype=torch.float64) / 6, torch.eye(4, dtype=torch.float64))
     torch.testing.assert_close(emitted(p, q), p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("one_hot_drafts", [True, False])
 @pytest.mark.parametrize("warping", [{}, {"temperature": 1.6, "top_k": 4, "top_p": 0.95}])
-def test_the_first_and_the_second_token_are_distributed_as_plain_sampling(one_hot_drafts: bool, warping: dict[str, Any]) -> None:
+def test_the_first_and_the_second_token_are_distributed_as_plain_sampling(
+    one_hot_drafts: bool, warping: dict[str, Any]
+) -> None:
     batch = 8000
     generator = torch.Generator().manual_seed(5)
     table = torch.randn(VOCAB + 1, VOCAB, generator=generator) * 1.2  # logits after nothing (last row) or after token d
@@ -156,7 +161,15 @@ def test_the_bonus_token_is_drawn_as_sample_would_at_its_position() -> None:
     o = options(batch, top_k=4)
     o["positions"] = o["positions"] + count
     off = dict.fromkeys(
-        ("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_ids", "output_ids", "logit_bias", "allowed_mask")
+        (
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "prompt_ids",
+            "output_ids",
+            "logit_bias",
+            "allowed_mask",
+        )
     )
     drawn = sample(logits=logits[:, -1], **o, **off, logprobs_mode="raw")[0]
     assert torch.equal(ids[:, -1], drawn)

@@ -35,10 +35,10 @@ class Append:
 
 
 def new_tokens(spec: Append, make: Maker, dim: int) -> torch.Tensor:
-    """Values [tokens, kv_heads, dim] whose magnitude changes from row to row."""
-    x = make.normal(spec.tokens, spec.kv_heads, dim) * torch.exp2(
-        make.uniform(spec.tokens, spec.kv_heads, 1, low=-6, high=6)
-    )
+    """Values [tokens, kv_heads, dim]; before they are quantised, their magnitude changes from row to row."""
+    x = make.normal(spec.tokens, spec.kv_heads, dim)
+    if spec.cache in LARGEST:
+        x = x * torch.exp2(make.uniform(spec.tokens, spec.kv_heads, 1, low=-6, high=6))
     if spec.values == "zeros":
         x[::2] = 0
     if spec.values == "edges":  # with amax 127 (or 448) every half is a tie

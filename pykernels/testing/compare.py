@@ -174,25 +174,50 @@ def describe(wrong: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, err
     )
 
 
-def real_keys(results: Mapping[str, Any]) -> torch.Tensor:
-    """The key cache as real numbers, code x scale."""
-    codes, scale = results["k_cache"].to(torch.float64), results["k_scale"]
-    return codes if scale is None else codes * scale.to(torch.float64)[..., None]
+def judge_rotated_codes(before: Snapshot, after: Mapping[str, Any]) -> Verdict:
+    """Keys that were rotated and then quantised: the last bit of a cosine may move a code to its neighbour.
 
-
-def judge_rotated_codes(after: Mapping[str, Any], exact: Results, same: Results) -> Verdict:
-    """Keys that are rotated and then quantised: a last bit of a cosine may move a code to its neighbour.
-
-    So real values are compared, and `rounding` is the distance between neighbouring codes: got and reference are both
-    rounded.
+    So codes are held against the rotated key before it is rounded, in units of its scale: half the distance between
+    codes is rounding, and the rest of the error obeys the budget of the rotation. Slots that no token names keep their
+    bits.
     """
-    dtype = after["k_cache"].dtype
-    got, expected, close = (real_keys({"k_scale": None, **r}) for r in (after, exact, same))
-    magnitude = largest(expected)
-    step = magnitude / 127 if dtype == torch.int8 else unit_in_last_place(dtype, magnitude)
-    if dtype == torch.int8 and after["k_scale"].dim() < 3:
-        step = largest(exact["k_scale"])
-    return within_budget("k_cache", got, expected, close, step)
+    args = before.args
+    turn = {n: args[n] for n in ("q", "k", "positions", "inv_freq", "interleaved", "rope_scale")}
+    turn |= {"q_out": args["q"], "k_out": args["k"]}
+    kept = args["slot_mapping"] >= 0
+    cache, page_size = after["k_cache"], args["k_cache"].shape[1]
+    page, offset = args["slot_mapping"][kept] // page_size, args["slot_mapping"][kept] % page_size
+    exact, same = (
+        oracle("rotary_embedding", turn, d)["k_out"][kept].double() for d in (torch.float64, args["k"].dtype)
+    )
+
+    limit = 127.0 if cache.dtype == torch.int8 else 448.0
+    codes, scale = cache[page, offset].double(), args["k_scale"].double()
+    if scale.dim() == 3:
+        scale = exact.abs().amax(-1) / limit
+        scale = torch.where(scale == 0, 1.0, scale)
+        codes = codes * (after["k_scale"][page, offset].double() / scale)[..., None]
+    lowest = -128.0 if cache.dtype == torch.int8 else -limit
+    ratio, close = ((x / scale[..., None]).clamp(lowest, limit) for x in (exact, same))
+    step = torch.ones_like(ratio)
+    if cache.dtype == torch.float8_e4m3fn:
+        step = torch.exp2(torch.floor(torch.log2(ratio.abs())).clamp(min=-6) - 3)
+    error = torch.where(ratio.isnan() & codes.isnan(), 0.0, (codes - ratio).abs() - step / 2)
+    excess = float(error.nan_to_num(math.inf).max().clamp(min=0)) if error.numel() else 0.0
+    budget = 2 * largest(close - ratio) + torch.finfo(torch.float32).eps * limit
+    if excess > budget:
+        over = describe(error > budget, codes, ratio, error)
+        return Verdict("k_cache", excess, budget, f"k_cache: codes {excess:.3g} off, budget {budget:.3g}; {over}")
+    untouched = torch.ones(cache.shape[:2], dtype=torch.bool)
+    untouched[page, offset] = False
+    bits = identical("k_cache outside the new slots", cache[untouched], args["k_cache"][untouched])
+    return Verdict("k_cache", excess, budget, bits.reason)
+
+
+def judge_scales(name: str, got: torch.Tensor, exact: torch.Tensor, same: torch.Tensor) -> Verdict:
+    """Scales of rotated keys, relative to their own size: rows differ in magnitude."""
+    unit = exact.double()
+    return within_budget(name, got / unit, exact / unit, same / unit, torch.finfo(torch.float32).eps)
 
 
 def judge(op_name: str, before: Snapshot, after: Mapping[str, Any]) -> list[Verdict]:
@@ -212,7 +237,9 @@ def judge(op_name: str, before: Snapshot, after: Mapping[str, Any]) -> list[Verd
         elif name in EXACT.get(op_name, ()):
             verdicts.append(identical(name, got, expected))
         elif got.dtype in CODES:
-            verdicts.append(judge_rotated_codes(results, exact, same))
+            verdicts.append(judge_rotated_codes(before, results))
+        elif name == "k_scale":
+            verdicts.append(judge_scales(name, got, expected, same[name]))
         else:
             rounding = unit_in_last_place(got.dtype, largest(expected)) / 2
             verdicts.append(within_budget(name, got, expected, same[name], rounding))

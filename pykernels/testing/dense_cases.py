@@ -209,7 +209,6 @@ def norm_table() -> dict[str, Rows]:
         "many_rows": replace(base, tokens=239, width=64),
         "residual": replace(base, residual=True),
         "residual_kept": replace(base, residual=True, keep_sum=True),
-        "sum_without_residual": replace(base, keep_sum=True),
         "tiny": replace(base, std=1e-4),
         "large": replace(base, std=1e4),
         "bfloat16": replace(base, dtype=BF16, weight=BF16, residual=True, keep_sum=True),

@@ -10,11 +10,11 @@ import torch
 from .attention_cases import BF16, F16, F32
 from .build import Maker, cumulative
 
-# One column per option; a row of a case takes the next column, so neighbours never share their options.
-TEMPERATURES = (1.0, 0.0, 0.7, 1.5, 1e-6, 0.3, 1.0, 0.0)
-TOP_K = (0, 5, 50, 1, 0, -1, 3, 1 << 30)
-TOP_P = (1.0, 0.9, 0.5, 1.0, 0.95, 0.0, 0.8, 0.3)
-MIN_P = (0.0, 0.0, 0.05, 0.0, 0.2, 0.01, 1.0, 0.0)
+# One column per option, of different lengths: a row takes the next value of each, so combinations do not repeat soon.
+TEMPERATURES = (1.0, 0.0, 0.7, 1.5, 1e-6, 0.3, 2.0, 1.0)
+TOP_K = (0, 5, 50, 3, -1, 1, 1 << 30)
+TOP_P = (1.0, 0.9, 0.5, 0.97, 0.95, 0.0, 1.0, 0.6, 0.3)
+MIN_P = (0.0, 0.0, 0.05, 0.0, 0.2, 1.0)
 SEEDS = (0, 1, -1, 2**63 - 1, -(2**63), 123456789, 2**32, 2**31)
 POSITIONS = (0, 1, 7, 2**31, 2**33 + 5, 511, 2**32 - 1, 3)
 
