@@ -1,0 +1,116 @@
+"""Builds CUDA sources for the CPU: the emulation's runtime once, kernels plain or with the memory hooks, by ninja.
+
+Every kernel library comes in two builds. `plain` is fast and checks what goes through the facade; `race` adds the compiler's
+memory hooks, so that every load and store is checked too.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cuda_headers
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path("build/emulation")  # relative to ROOT, like every path below: reports name files as the repository does
+RUNTIME = "libpykernels_emulation.so"
+WARNINGS = "-Wall -Wextra -Wno-unknown-pragmas"
+# -ffp-contract=off: the same bits on every machine. -fno-gnu-unique: libraries can be reloaded.
+COMMON = f"-std=c++20 -O2 -g1 -fPIC -ffp-contract=off -fno-gnu-unique -pthread {WARNINGS}"
+HOOKS = "-fsanitize=thread --param tsan-instrument-func-entry-exit=0"  # compiled only: libtsan is not linked
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library of kernels. `kernels` are instrumented in the race build, `host` sources never."""
+
+    name: str
+    kernels: tuple[str, ...]
+    host: tuple[str, ...] = ()
+    flags: str = ""
+    module: bool = False  # a Python extension: named and compiled as one
+
+    def path(self, build: str) -> Path:
+        return BUILD / build / (f"{self.name}.so" if self.module else f"lib{self.name}.so")
+
+
+def available() -> str | None:
+    """None if kernels can be built here, else the reason why not."""
+    if not (ROOT / "csrc/emulation/emu.h").exists():
+        return "the emulation's sources are not installed: it runs from a source checkout"
+    try:
+        cuda_headers.include_dirs()
+    except FileNotFoundError as error:
+        return str(error)
+    return None
+
+
+def _write(libraries: list[Library], portable: bool) -> Path:
+    from ninja import ninja_syntax
+
+    includes = "-Icsrc " + " ".join(f"-isystem {shlex.quote(str(p))}" for p in cuda_headers.include_dirs())
+    base = BUILD / "portable" if portable else BUILD
+    (ROOT / base).mkdir(parents=True, exist_ok=True)
+    path = ROOT / base / ("-".join(library.name for library in libraries) + ".ninja")
+    scratch = path.with_suffix(".new")
+    with scratch.open("w") as handle:
+        n = ninja_syntax.Writer(handle)
+        n.variable("builddir", str(base))
+        n.variable("cxx", os.environ.get("CXX", "g++"))
+        n.rule("compile", "$cxx -MMD -MF $out.d -x c++ $flags -c $in -o $out", depfile="$out.d", deps="gcc", description="CXX $out")
+        n.rule("link", "$cxx -shared -pthread $in -o $out $flags", description="LINK $out")
+        runtime_flags = f"{COMMON} -O3 -mtls-dialect=gnu2 {includes}" if os.uname().machine == "x86_64" else f"{COMMON} -O3 {includes}"
+        if portable:
+            runtime_flags += " -DEMU_PORTABLE_FIBERS"
+        sources = sorted(p.relative_to(ROOT) for p in (ROOT / "csrc/emulation").glob("*.cpp"))
+        objects = []
+        for source in sources:
+            objects.append(str(base / "runtime" / f"{source.stem}.o"))
+            n.build(objects[-1], "compile", str(source), variables={"flags": runtime_flags})
+        # Kernels and runtime may instantiate the same templates: -Bsymbolic keeps the runtime on its own, uninstrumented ones.
+        n.build(str(base / RUNTIME), "link", objects, variables={"flags": "-Wl,-Bsymbolic -ldl"})
+        for library in libraries:
+            _write_library(n, library, base, includes)
+    if not path.exists() or path.read_text() != scratch.read_text():
+        scratch.replace(path)
+    else:
+        scratch.unlink()
+    return path
+
+
+def _write_library(n, library: Library, base: Path, includes: str) -> None:
+    for build, hooks in (("plain", ""), ("race", HOOKS)):
+        folder = base / build
+        objects = []
+        for source in (*library.kernels, *library.host):
+            flags = f"{COMMON} {includes} {library.flags}" + (f" {hooks}" if hooks and source in library.kernels else "")
+            objects.append(str(folder / library.name / (source.replace("/", "_") + ".o")))
+            n.build(objects[-1], "compile", source, variables={"flags": flags})
+        link = f"-L{base} -lpykernels_emulation -Wl,-rpath,'$$ORIGIN/..'"
+        out = base / library.path(build).relative_to(BUILD)
+        n.build(str(out), "link", objects, implicit=str(base / RUNTIME), variables={"flags": link})
+
+
+def build(*libraries: Library, builds: tuple[str, ...] = ("plain", "race"), portable: bool = False) -> dict[tuple[str, str], Path]:
+    """Compiles what changed. Returns the absolute path of each (library name, build).
+
+    `portable` builds a second runtime whose fibers use ucontext instead of assembly.
+    """
+    from ninja import BIN_DIR
+
+    script = _write(list(libraries), portable)
+    base = BUILD / "portable" if portable else BUILD
+    out = {(lib.name, b): ROOT / base / lib.path(b).relative_to(BUILD) for lib in libraries for b in builds}
+    targets = [str(path.relative_to(ROOT)) for path in out.values()]
+    jobs = os.environ.get("PYKERNELS_JOBS") or str(len(os.sched_getaffinity(0)))
+    command = [str(Path(BIN_DIR) / "ninja"), "-f", str(script.relative_to(ROOT)), "-j", jobs, *targets]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"building {', '.join(lib.name for lib in libraries)} for the emulation failed:\n{done.stdout[-8000:]}")
+    if "warning:" in done.stdout:
+        print(done.stdout, file=sys.stderr)
+    return out
