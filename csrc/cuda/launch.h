@@ -16,7 +16,7 @@ namespace pk {
 
 struct Grid {
   dim3 blocks, threads;
-  size_t shared_bytes = 0;   // dynamic
+  size_t shared_bytes = 0;  // dynamic
 };
 
 // Enqueues `kernel` on `stream`. No synchronisation, no allocation: legal while a graph is captured. The status is the

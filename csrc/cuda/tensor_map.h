@@ -22,7 +22,7 @@ struct TensorMapSpec {
   TensorType type;
   int rank;
   uint64_t size[5];
-  uint64_t stride_bytes[5];   // [0] is the element's size
+  uint64_t stride_bytes[5];  // [0] is the element's size
   uint32_t box[5];
   TensorSwizzle swizzle;
 };
@@ -35,12 +35,14 @@ inline const char* tensor_map_error(const TensorMapSpec& s) {
   for (int d = 0; d < s.rank; d++) {
     if (s.size[d] == 0 || s.size[d] > uint64_t{1} << 32) return "a tensor map's sizes are 1 to 2^32";
     if (s.box[d] == 0 || s.box[d] > 256) return "a tensor map's box has 1 to 256 elements a side";
-    if (d > 0 && (s.stride_bytes[d] % 16 != 0 || s.stride_bytes[d] >= uint64_t{1} << 40)) return "a tensor map's strides are multiples of 16 bytes below 2^40";
+    if (d > 0 && (s.stride_bytes[d] % 16 != 0 || s.stride_bytes[d] >= uint64_t{1} << 40))
+      return "a tensor map's strides are multiples of 16 bytes below 2^40";
   }
   if (s.stride_bytes[0] != kElement) return "a tensor map's innermost dimension is contiguous";
   const uint64_t row = s.box[0] * kElement;
   if (row % 16 != 0) return "a tensor map's box is a multiple of 16 bytes wide";
-  if (s.swizzle != TensorSwizzle::none && row != uint64_t{16} << static_cast<int>(s.swizzle)) return "a swizzled box is as wide as the swizzle's span";
+  if (s.swizzle != TensorSwizzle::none && row != uint64_t{16} << static_cast<int>(s.swizzle))
+    return "a swizzled box is as wide as the swizzle's span";
   return nullptr;
 }
 
@@ -50,7 +52,7 @@ using HostTensorMap = CUtensorMap;
 
 inline cudaError_t encode(const TensorMapSpec& s, HostTensorMap* out) {
   if (tensor_map_error(s)) return cudaErrorInvalidValue;
-  void* entry = nullptr;   // from the driver at run time: the module must load where there is none
+  void* entry = nullptr;  // from the driver at run time: the module must load where there is none
   cudaDriverEntryPointQueryResult found;
   const cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
   if (e != cudaSuccess) return e;

@@ -14,7 +14,8 @@ void Block::conflict(const Conflict& c, const char* space, size_t offset, size_t
   if (c.other < 0) {
     fault(c.kind, where, c.other_site, -1, "%s: %zu bytes at %s offset %zu, thread %d", c.what, n, space, offset, thread);
   } else if (other < 0) {
-    fault(c.kind, where, c.other_site, -1, "%s: %zu bytes at %s offset %zu, thread %d against an asynchronous engine", c.what, n, space, offset, thread);
+    fault(c.kind, where, c.other_site, -1, "%s: %zu bytes at %s offset %zu, thread %d against an asynchronous engine", c.what, n, space,
+          offset, thread);
   } else {
     fault(c.kind, where, c.other_site, other, "%s: %zu bytes at %s offset %zu, thread %d (warp %d) against thread %d (warp %d)", c.what, n,
           space, offset, thread, thread / 32, other, other / 32);
@@ -98,7 +99,7 @@ int visit(dl_phdr_info* info, size_t, void* data) {
 }  // namespace
 
 Module module_of(const void* kernel) {
-  thread_local std::unordered_map<const void*, Module> known;   // the thread-local block differs per CPU thread
+  thread_local std::unordered_map<const void*, Module> known;  // the thread-local block differs per CPU thread
   const auto [entry, inserted] = known.try_emplace(kernel);
   if (inserted) {
     Search search{reinterpret_cast<uintptr_t>(kernel), {}};

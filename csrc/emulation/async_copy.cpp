@@ -21,11 +21,13 @@ void async_copy(uint32_t to, const void* from, int bytes, int valid, Site where)
       b.fault(FaultKind::misaligned, where, 0, -1, "cp.async source is not a multiple of %d bytes", bytes);
     }
     if (!find_range(from, static_cast<size_t>(valid))) {
-      b.fault(FaultKind::global_out_of_bounds, where, 0, -1, "cp.async reads %d bytes: %s", valid, describe_address(from, static_cast<size_t>(valid)).c_str());
+      b.fault(FaultKind::global_out_of_bounds, where, 0, -1, "cp.async reads %d bytes: %s", valid,
+              describe_address(from, static_cast<size_t>(valid)).c_str());
       return;
     }
     std::memcpy(copy.data, from, static_cast<size_t>(valid));
-    if (b.settings.profile) b.profile.record(me.warp, me.lane, b.warps[me.warp].alive, false, false, reinterpret_cast<uintptr_t>(from), bytes, where);
+    if (b.settings.profile)
+      b.profile.record(me.warp, me.lane, b.warps[me.warp].alive, false, false, reinterpret_cast<uintptr_t>(from), bytes, where);
   }
   if (b.settings.profile) b.profile.record(me.warp, me.lane, b.warps[me.warp].alive, true, true, to, bytes, where);
   b.counters.async_copy_bytes += static_cast<uint64_t>(valid);

@@ -31,8 +31,7 @@ static bool check(void* p, size_t n, Site where) {
 template <class T>
 static T update_word(T* p, T (*update)(T, const void*), const void* operand) {
   T old = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(p, &old, update(old, operand), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
-  }
+  while (!__atomic_compare_exchange_n(p, &old, update(old, operand), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
   return old;
 }
 

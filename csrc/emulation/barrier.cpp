@@ -32,7 +32,8 @@ static void join(int id, int needed, bool counted, bool waits, Site where) {
   } else if (!counted && !b.counted && b.where != where) {
     block_.fault(FaultKind::barrier_divergence, where, b.where, b.first_thread, "threads of a block meet at different __syncthreads");
   } else if (counted != b.counted || (counted && b.needed != needed)) {
-    block_.fault(FaultKind::barrier_divergence, where, b.where, b.first_thread, "barrier %d joined for %d threads by some and %d by others", id, needed, b.needed);
+    block_.fault(FaultKind::barrier_divergence, where, b.where, b.first_thread, "barrier %d joined for %d threads by some and %d by others",
+                 id, needed, b.needed);
   }
   block_.clocks.release(me->thread, b.gathered);
   b.arrived++;
@@ -45,7 +46,8 @@ static void join(int id, int needed, bool counted, bool waits, Site where) {
     return;
   }
   if (!b.counted && block_.live < block_.threads && block_.settings.strict) {
-    block_.fault(FaultKind::barrier_exited, where, 0, -1, "__syncthreads completes although %d of %d threads have exited", block_.threads - block_.live, block_.threads);
+    block_.fault(FaultKind::barrier_exited, where, 0, -1, "__syncthreads completes although %d of %d threads have exited",
+                 block_.threads - block_.live, block_.threads);
   }
   block_.complete(b);
 }
@@ -63,7 +65,8 @@ int sync_threads_reduce(int predicate, int kind, Site where) {
 static bool valid_named(int id, int threads, Site where) {
   Block& b = *block();
   if (id < 0 || id > 15 || threads <= 0 || threads % 32 != 0 || threads > b.threads) {
-    b.fault(FaultKind::barrier_divergence, where, 0, -1, "barrier %d for %d threads: ids are 0 to 15, counts multiples of 32 up to the block's %d", id, threads, b.threads);
+    b.fault(FaultKind::barrier_divergence, where, 0, -1,
+            "barrier %d for %d threads: ids are 0 to 15, counts multiples of 32 up to the block's %d", id, threads, b.threads);
     return false;
   }
   return true;
@@ -82,7 +85,8 @@ void Block::barrier_exit(Fiber&) {
   Barrier& b = barriers[0];
   if (b.arrived == 0 || b.counted || b.arrived < live) return;
   if (settings.strict) {
-    fault(FaultKind::barrier_exited, b.where, 0, b.first_thread, "__syncthreads completes because the other threads exited: %d of %d joined it", b.arrived, threads);
+    fault(FaultKind::barrier_exited, b.where, 0, b.first_thread,
+          "__syncthreads completes because the other threads exited: %d of %d joined it", b.arrived, threads);
   }
   complete(b);
 }

@@ -45,15 +45,15 @@ struct Fiber : ThreadContext {
   Context context;
   State state = State::done;
   int thread = 0, lane = 0, warp = 0;
-  const char* waits_for = "";    // while not ready
+  const char* waits_for = "";  // while not ready
   Site waits_at = 0;
   int barrier = 0;
   uint32_t mbarrier = 0;
   int parity = 0;
-  int votes = 0, voters = 0;      // of the barrier passed last
+  int votes = 0, voters = 0;  // of the barrier passed last
   std::vector<PendingCopy> uncommitted;
   std::deque<std::vector<PendingCopy>> groups;
-  std::vector<std::pair<const unsigned char*, const unsigned char*>> accumulators;   // held by wgmmas in flight
+  std::vector<std::pair<const unsigned char*, const unsigned char*>> accumulators;  // held by wgmmas in flight
   std::vector<PendingStore> bulk_uncommitted;
   std::deque<std::vector<PendingStore>> bulk_groups;
 };
@@ -75,12 +75,12 @@ struct Warp {
 
 struct Barrier {
   int arrived = 0, needed = 0;
-  bool counted = false;     // a named barrier with a thread count, not __syncthreads
+  bool counted = false;  // a named barrier with a thread count, not __syncthreads
   Site where = 0;
   int first_thread = -1;
   Clocks::Gathering gathered;
   std::vector<Fiber*> waiting;
-  int votes = 0;                  // of __syncthreads_count and its kin
+  int votes = 0;  // of __syncthreads_count and its kin
 };
 
 struct Mbarrier {
@@ -101,11 +101,11 @@ struct Delivery {
   std::vector<unsigned char> data;
   uint32_t mbarrier = 0;
   int engine = -1;
-  uint32_t clock = 0;                // the engine's, or for an arrival its thread's
+  uint32_t clock = 0;  // the engine's, or for an arrival its thread's
   int thread = 0;
-  bool arrives = false;              // cp.async copies that end in an arrival
+  bool arrives = false;  // cp.async copies that end in an arrival
   std::vector<PendingCopy> copies;
-  Snapshot* history = nullptr;       // of the arriving thread
+  Snapshot* history = nullptr;  // of the arriving thread
   Site where = 0;
 };
 
@@ -120,7 +120,7 @@ class Block {
   // -- scheduling ------------------------------------------------------------------------------------------------
   Fiber& fiber(int thread) { return *fibers[thread]; }
   void make_ready(Fiber& f);
-  void block_current(State state, const char* what, Site where);   // returns when made ready, or never if aborted
+  void block_current(State state, const char* what, Site where);  // returns when made ready, or never if aborted
   void yield_current(Site where);
   void thread_exits();
   uint64_t random();
@@ -145,7 +145,7 @@ class Block {
   // -- deliveries, in mbarrier.cpp --------------------------------------------------------------------------------
   bool deliver_one();
   void deliver(Delivery& d);
-  void send(Delivery d);   // queues, or delivers at once under AsyncMode::eager
+  void send(Delivery d);  // queues, or delivers at once under AsyncMode::eager
   int store_engine(int thread);
   Mbarrier* find_mbarrier(uint32_t address, Site where);
   void flip_if_complete(uint32_t address, Mbarrier& m);
@@ -158,13 +158,13 @@ class Block {
   std::map<uint32_t, Mbarrier> mbarriers;
   std::vector<Delivery> deliveries;
   std::unique_ptr<WgmmaQueue> wgmma[kMaxThreads / 128];
-  std::unordered_map<int, int> store_slots;   // thread -> engine
+  std::unordered_map<int, int> store_slots;  // thread -> engine
 
   int threads = 0, live = 0;
   bool aborted = false;
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0, shared_capacity = 0;
-  unsigned char* static_shared = nullptr;   // the kernel module's thread-local block
+  unsigned char* static_shared = nullptr;  // the kernel module's thread-local block
   size_t static_bytes = 0;
   const unsigned char *module_low = nullptr, *module_high = nullptr;
 

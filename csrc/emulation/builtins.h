@@ -124,25 +124,39 @@ inline T atomic_update(T* p, F f, Site where) {
     return old;
   };
   Word old;
-  if constexpr (sizeof(T) == 4) old = atomic_u32(p, update, &f, where);
-  else old = atomic_u64(p, update, &f, where);
+  if constexpr (sizeof(T) == 4)
+    old = atomic_u32(p, update, &f, where);
+  else
+    old = atomic_u64(p, update, &f, where);
   T before;
   std::memcpy(static_cast<void*>(&before), &old, sizeof before);
   return before;
 }
 }  // namespace emu
 template <class T>
-inline T atomicAdd(T* p, T v, EMU_HERE) { return emu::atomic_update(p, [v](T old) { return old + v; }, EMU_SITE); }
+inline T atomicAdd(T* p, T v, EMU_HERE) {
+  return emu::atomic_update(p, [v](T old) { return old + v; }, EMU_SITE);
+}
 template <class T>
-inline T atomicMax(T* p, T v, EMU_HERE) { return emu::atomic_update(p, [v](T old) { return old < v ? v : old; }, EMU_SITE); }
+inline T atomicMax(T* p, T v, EMU_HERE) {
+  return emu::atomic_update(p, [v](T old) { return old < v ? v : old; }, EMU_SITE);
+}
 template <class T>
-inline T atomicMin(T* p, T v, EMU_HERE) { return emu::atomic_update(p, [v](T old) { return v < old ? v : old; }, EMU_SITE); }
+inline T atomicMin(T* p, T v, EMU_HERE) {
+  return emu::atomic_update(p, [v](T old) { return v < old ? v : old; }, EMU_SITE);
+}
 template <class T>
-inline T atomicExch(T* p, T v, EMU_HERE) { return emu::atomic_update(p, [v](T) { return v; }, EMU_SITE); }
+inline T atomicExch(T* p, T v, EMU_HERE) {
+  return emu::atomic_update(p, [v](T) { return v; }, EMU_SITE);
+}
 template <class T>
-inline T atomicOr(T* p, T v, EMU_HERE) { return emu::atomic_update(p, [v](T old) { return old | v; }, EMU_SITE); }
+inline T atomicOr(T* p, T v, EMU_HERE) {
+  return emu::atomic_update(p, [v](T old) { return old | v; }, EMU_SITE);
+}
 template <class T>
-inline T atomicAnd(T* p, T v, EMU_HERE) { return emu::atomic_update(p, [v](T old) { return old & v; }, EMU_SITE); }
+inline T atomicAnd(T* p, T v, EMU_HERE) {
+  return emu::atomic_update(p, [v](T old) { return old & v; }, EMU_SITE);
+}
 template <class T>
 inline T atomicCAS(T* p, T expected, T v, EMU_HERE) {
   return emu::atomic_update(p, [expected, v](T old) { return old == expected ? v : old; }, EMU_SITE);
@@ -153,15 +167,25 @@ inline unsigned atomicInc(unsigned* p, unsigned limit, EMU_HERE) {
 
 // -- loads with a cache hint are loads -----------------------------------------------------------------------------
 template <class T>
-inline T __ldg(const T* p) { return *p; }
+inline T __ldg(const T* p) {
+  return *p;
+}
 template <class T>
-inline T __ldcs(const T* p) { return *p; }
+inline T __ldcs(const T* p) {
+  return *p;
+}
 template <class T>
-inline T __ldcg(const T* p) { return *p; }
+inline T __ldcg(const T* p) {
+  return *p;
+}
 template <class T>
-inline void __stcs(T* p, T v) { *p = v; }
+inline void __stcs(T* p, T v) {
+  *p = v;
+}
 template <class T>
-inline void __stcg(T* p, T v) { *p = v; }
+inline void __stcg(T* p, T v) {
+  *p = v;
+}
 
 // -- 128-bit accesses ----------------------------------------------------------------------------------------------
 // Through a vector type, so that the compiler sees one 16-byte access (and its hook one aligned one).

@@ -54,7 +54,7 @@ inline int __dp4a(int a, int b, int c) {
 
 // -- arithmetic ----------------------------------------------------------------------------------------------------
 // Overloads for every type: one for int alone would quietly convert floats.
-#define EMU_MIN_MAX(T)                            \
+#define EMU_MIN_MAX(T)                             \
   inline T min(T a, T b) { return b < a ? b : a; } \
   inline T max(T a, T b) { return a < b ? b : a; }
 EMU_MIN_MAX(int)
@@ -77,7 +77,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.f / a; }
 inline float __fsqrt_rn(float a) { return ::sqrtf(a); }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __saturatef(float a) { return a > 0.f ? (a < 1.f ? a : 1.f) : 0.f; }   // NaN gives 0, as on the device
+inline float __saturatef(float a) { return a > 0.f ? (a < 1.f ? a : 1.f) : 0.f; }  // NaN gives 0, as on the device
 inline float rsqrtf(float a) { return 1.f / ::sqrtf(a); }
 inline float __frsqrt_rn(float a) { return static_cast<float>(1.0 / ::sqrt(static_cast<double>(a))); }
 // glibc declares these names without defining them; the asm label keeps ours apart.

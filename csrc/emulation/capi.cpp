@@ -32,16 +32,17 @@ std::string number(uint64_t n) { return std::to_string(n); }
 
 std::string json(const emu::Fault& f) {
   return "{\"kind\":" + quoted(emu::name(f.kind)) + ",\"message\":" + quoted(f.message) + ",\"file\":" + quoted(f.where.file) +
-         ",\"line\":" + std::to_string(f.where.line) + ",\"other_file\":" + quoted(f.other.file) + ",\"other_line\":" +
-         std::to_string(f.other.line) + ",\"block\":[" + number(f.block[0]) + "," + number(f.block[1]) + "," + number(f.block[2]) +
-         "],\"threads\":" + list(f.threads, [](int t) { return std::to_string(t); }) + ",\"count\":" + number(f.count) + "}";
+         ",\"line\":" + std::to_string(f.where.line) + ",\"other_file\":" + quoted(f.other.file) +
+         ",\"other_line\":" + std::to_string(f.other.line) + ",\"block\":[" + number(f.block[0]) + "," + number(f.block[1]) + "," +
+         number(f.block[2]) + "],\"threads\":" + list(f.threads, [](int t) { return std::to_string(t); }) +
+         ",\"count\":" + number(f.count) + "}";
 }
 
 std::string json(const emu::SiteProfile& s) {
-  return "{\"file\":" + quoted(s.where.file) + ",\"line\":" + std::to_string(s.where.line) + ",\"space\":" +
-         (s.shared ? "\"shared\"" : "\"global\"") + ",\"write\":" + (s.write ? "true" : "false") + ",\"bytes_per_thread\":" +
-         std::to_string(s.bytes_per_thread) + ",\"requests\":" + number(s.requests) + ",\"cost\":" + number(s.cost) + ",\"ideal\":" +
-         number(s.ideal) + "}";
+  return "{\"file\":" + quoted(s.where.file) + ",\"line\":" + std::to_string(s.where.line) +
+         ",\"space\":" + (s.shared ? "\"shared\"" : "\"global\"") + ",\"write\":" + (s.write ? "true" : "false") +
+         ",\"bytes_per_thread\":" + std::to_string(s.bytes_per_thread) + ",\"requests\":" + number(s.requests) +
+         ",\"cost\":" + number(s.cost) + ",\"ideal\":" + number(s.ideal) + "}";
 }
 
 std::string json(const emu::Counters& c) {
@@ -70,7 +71,8 @@ std::string json(const emu::Counters& c) {
 extern "C" {
 
 void emu_configure(int schedule, uint64_t seed, int async, int workers, int races, int strict, int profile) {
-  emu::config() = {static_cast<emu::Schedule>(schedule), seed, static_cast<emu::AsyncMode>(async), workers, races != 0, strict != 0, profile != 0};
+  emu::config() = {
+      static_cast<emu::Schedule>(schedule), seed, static_cast<emu::AsyncMode>(async), workers, races != 0, strict != 0, profile != 0};
 }
 void emu_clear_report() { emu::clear_report(); }
 // Valid until the next call from the same thread.

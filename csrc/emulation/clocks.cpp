@@ -48,8 +48,10 @@ Snapshot* Clocks::fresh(const Snapshot* copy) {
     pool_.pop_back();
   }
   s->references = 1;
-  if (copy) std::memcpy(s->seen, copy->seen, sizeof(uint32_t) * width_);
-  else std::memset(s->seen, 0, sizeof(uint32_t) * width_);
+  if (copy)
+    std::memcpy(s->seen, copy->seen, sizeof(uint32_t) * width_);
+  else
+    std::memset(s->seen, 0, sizeof(uint32_t) * width_);
   return s;
 }
 

@@ -15,7 +15,7 @@ inline constexpr int kEngines = kMbarrierEngines + kWarpgroupEngines + kStoreEng
 
 struct Snapshot {
   int references;
-  uint32_t seen[1];   // [threads + engines]
+  uint32_t seen[1];  // [threads + engines]
 };
 
 class Clocks {
@@ -23,7 +23,7 @@ class Clocks {
   // What a barrier has gathered from those who arrived.
   struct Gathering {
     Snapshot* sum = nullptr;
-    Snapshot* last = nullptr;   // the view joined last: the threads of a warp usually share it
+    Snapshot* last = nullptr;  // the view joined last: the threads of a warp usually share it
   };
 
   ~Clocks();
@@ -38,14 +38,17 @@ class Clocks {
   // Did what `other` did at its time `clock` happen before `me`, now?
   bool ordered(int me, int other, uint32_t clock) const { return me == other || view_[me]->seen[other] >= clock; }
 
-  void release(int thread, Gathering& into);                    // all that `thread` did or saw so far
+  void release(int thread, Gathering& into);  // all that `thread` did or saw so far
   void merge(const Snapshot* history, Gathering& into);
-  void add(int engine, uint32_t clock, Gathering& into);        // what an engine did up to `clock`
-  void adopt(int thread, const Gathering& gathered);            // after a barrier that `thread` itself released into
-  void acquire(int thread, Snapshot* gathered);                 // after a wait that it did not
+  void add(int engine, uint32_t clock, Gathering& into);  // what an engine did up to `clock`
+  void adopt(int thread, const Gathering& gathered);      // after a barrier that `thread` itself released into
+  void acquire(int thread, Snapshot* gathered);           // after a wait that it did not
   void acquire(int thread, int engine, uint32_t clock);
   void clear(Gathering& gathering);
-  Snapshot* share(Snapshot* s) { if (s) s->references++; return s; }
+  Snapshot* share(Snapshot* s) {
+    if (s) s->references++;
+    return s;
+  }
   void drop(Snapshot* s);
   Snapshot* view(int thread) const { return view_[thread]; }
 

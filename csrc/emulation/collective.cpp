@@ -62,8 +62,10 @@ void collective(unsigned mask, Operation operation, void* argument, const char* 
   Collective& c = w.open[index];
   c.arrived |= bit;
   c.argument[me->lane] = argument;
-  if ((c.arrived & w.alive) == (mask & w.alive)) finish(b, me->warp, index);
-  else b.block_current(State::in_warp_collective, what, where);
+  if ((c.arrived & w.alive) == (mask & w.alive))
+    finish(b, me->warp, index);
+  else
+    b.block_current(State::in_warp_collective, what, where);
 }
 
 void Block::collective_exit(Fiber& leaver) {
@@ -75,9 +77,12 @@ void Block::collective_exit(Fiber& leaver) {
       i++;
       continue;
     }
-    fault(FaultKind::exited_lane, c.where, 0, leaver.thread, "%s for lanes %08x, of which lane %d exits without joining", c.what, c.mask, leaver.lane);
-    if ((c.arrived & w.alive) == (c.mask & w.alive)) finish(*this, leaver.warp, i);
-    else i++;
+    fault(FaultKind::exited_lane, c.where, 0, leaver.thread, "%s for lanes %08x, of which lane %d exits without joining", c.what, c.mask,
+          leaver.lane);
+    if ((c.arrived & w.alive) == (c.mask & w.alive))
+      finish(*this, leaver.warp, i);
+    else
+      i++;
   }
 }
 
@@ -104,10 +109,14 @@ struct ShuffleArgument {
 int source_lane(const ShuffleArgument& x, int lane) {
   const int segment = lane & ~(x.width - 1), end = segment + x.width;
   switch (x.kind) {
-    case Shuffle::index: return segment + (x.operand & (x.width - 1));
-    case Shuffle::up: return lane - x.operand < segment ? lane : lane - x.operand;
-    case Shuffle::down: return lane + x.operand >= end ? lane : lane + x.operand;
-    default: return (lane ^ x.operand) >= end ? lane : lane ^ x.operand;
+    case Shuffle::index:
+      return segment + (x.operand & (x.width - 1));
+    case Shuffle::up:
+      return lane - x.operand < segment ? lane : lane - x.operand;
+    case Shuffle::down:
+      return lane + x.operand >= end ? lane : lane + x.operand;
+    default:
+      return (lane ^ x.operand) >= end ? lane : lane ^ x.operand;
   }
 }
 }  // namespace
@@ -123,9 +132,10 @@ uint64_t shuffle(unsigned mask, uint64_t value, Shuffle kind, int operand, int w
       if (lanes >> from & 1) {
         x.result = static_cast<ShuffleArgument*>(c.argument[from])->value;
       } else if (c.mask >> from & 1) {
-        x.result = 0x7ff8dead7fc0deadull;   // an exited lane, reported already: its register is garbage
+        x.result = 0x7ff8dead7fc0deadull;  // an exited lane, reported already: its register is garbage
       } else {
-        b.fault(FaultKind::lane_outside_mask, c.where, 0, -1, "__shfl_sync of lane %d reads lane %d, which the mask %08x leaves out", lane, from, c.mask);
+        b.fault(FaultKind::lane_outside_mask, c.where, 0, -1, "__shfl_sync of lane %d reads lane %d, which the mask %08x leaves out", lane,
+                from, c.mask);
       }
     }
   });
@@ -175,14 +185,22 @@ struct ReduceArgument {
 
 uint32_t combine(Reduce kind, uint32_t a, uint32_t b) {
   switch (kind) {
-    case Reduce::add: return a + b;
-    case Reduce::min: return std::min(a, b);
-    case Reduce::max: return std::max(a, b);
-    case Reduce::min_signed: return static_cast<uint32_t>(std::min(static_cast<int32_t>(a), static_cast<int32_t>(b)));
-    case Reduce::max_signed: return static_cast<uint32_t>(std::max(static_cast<int32_t>(a), static_cast<int32_t>(b)));
-    case Reduce::bit_and: return a & b;
-    case Reduce::bit_or: return a | b;
-    default: return a ^ b;
+    case Reduce::add:
+      return a + b;
+    case Reduce::min:
+      return std::min(a, b);
+    case Reduce::max:
+      return std::max(a, b);
+    case Reduce::min_signed:
+      return static_cast<uint32_t>(std::min(static_cast<int32_t>(a), static_cast<int32_t>(b)));
+    case Reduce::max_signed:
+      return static_cast<uint32_t>(std::max(static_cast<int32_t>(a), static_cast<int32_t>(b)));
+    case Reduce::bit_and:
+      return a & b;
+    case Reduce::bit_or:
+      return a | b;
+    default:
+      return a ^ b;
   }
 }
 }  // namespace
@@ -205,9 +223,8 @@ uint32_t reduce(unsigned mask, uint32_t value, Reduce kind, Site where) {
 
 bool elect_one(unsigned mask, Site where) {
   bool elected = false;
-  collective(mask, Operation::elect, &elected, "elect.sync", where, [](Block&, int, const Collective& c, unsigned lanes) {
-    *static_cast<bool*>(c.argument[__builtin_ctz(lanes)]) = true;
-  });
+  collective(mask, Operation::elect, &elected, "elect.sync", where,
+             [](Block&, int, const Collective& c, unsigned lanes) { *static_cast<bool*>(c.argument[__builtin_ctz(lanes)]) = true; });
   return elected;
 }
 

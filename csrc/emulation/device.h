@@ -14,7 +14,7 @@ namespace emu {
 struct ThreadContext {
   uint3 thread_index, block_index;
   dim3 block_dim, grid_dim;
-  unsigned char* shared;    // dynamic shared memory
+  unsigned char* shared;  // dynamic shared memory
   size_t shared_bytes;
 };
 // The running thread's. Constant for a fiber, which never leaves its stack, so the compiler may keep it.
@@ -22,11 +22,11 @@ const ThreadContext& self() __attribute__((const));
 
 // Barriers. Named barriers 1-15 count threads; barrier 0 is __syncthreads.
 void sync_threads(Site where);
-int sync_threads_reduce(int predicate, int kind, Site where);   // kind 0 count, 1 and, 2 or
+int sync_threads_reduce(int predicate, int kind, Site where);  // kind 0 count, 1 and, 2 or
 void barrier_sync(int id, int threads, Site where);
 void barrier_arrive(int id, int threads, Site where);
 void sync_warp(unsigned mask, Site where);
-void yield(Site where);   // a spin loop's turn: lets the other threads run
+void yield(Site where);  // a spin loop's turn: lets the other threads run
 
 // Warp collectives.
 enum class Shuffle : int { index, up, down, exclusive_or };
@@ -42,8 +42,8 @@ bool elect_one(unsigned mask, Site where);
 enum class Element : int { f16, bf16, e4m3, e5m2, s8 };
 void ldmatrix(uint32_t* registers, int count, uint32_t address, bool transposed, Site where);
 void stmatrix(uint32_t address, const uint32_t* registers, int count, bool transposed, Site where);
-void mma(float* d, const uint32_t* a, const uint32_t* b, const float* c, int k, Element type, Site where);        // m16n8kK
-void mma(int32_t* d, const uint32_t* a, const uint32_t* b, const int32_t* c, int k, Site where);                  // m16n8k32 s8
+void mma(float* d, const uint32_t* a, const uint32_t* b, const float* c, int k, Element type, Site where);  // m16n8kK
+void mma(int32_t* d, const uint32_t* a, const uint32_t* b, const int32_t* c, int k, Site where);            // m16n8k32 s8
 
 // Shared memory by address: byte offsets into dynamic shared memory.
 uint32_t shared_address(const void* p, Site where);
@@ -52,7 +52,7 @@ uint32_t shared_address(const void* p, Site where);
 void async_copy(uint32_t to, const void* from, int bytes, int valid, Site where);
 void async_commit();
 void async_wait(int groups_left);
-void async_arrive(uint32_t mbarrier, Site where);   // the mbarrier is arrived at when this thread's copies so far have landed
+void async_arrive(uint32_t mbarrier, Site where);  // the mbarrier is arrived at when this thread's copies so far have landed
 
 // Hopper: mbarriers.
 void mbarrier_init(uint32_t mbarrier, int arrivals, Site where);
@@ -70,14 +70,14 @@ struct alignas(64) TensorMap {
   int element_bytes, rank;
   Swizzle swizzle;
   uint64_t size[5];
-  uint64_t stride_bytes[5];   // of dimension i; stride_bytes[0] == element_bytes
+  uint64_t stride_bytes[5];  // of dimension i; stride_bytes[0] == element_bytes
   uint32_t box[5];
 };
 void tensor_load(uint32_t to, const TensorMap* map, const int* coordinates, int rank, uint32_t mbarrier, Site where);
 void tensor_store(const TensorMap* map, const int* coordinates, int rank, uint32_t from, Site where);
 void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t mbarrier, Site where);
 void bulk_commit();
-void bulk_wait(int groups_left);   // until the sources may be overwritten
+void bulk_wait(int groups_left);  // until the sources may be overwritten
 
 // Hopper: warpgroup matrix multiply, m64 x n x k16. `a` null: A is in shared memory by descriptor.
 struct WarpgroupMma {
@@ -86,7 +86,7 @@ struct WarpgroupMma {
   uint64_t a_descriptor, b_descriptor;
   int n;
   Element type;
-  bool accumulate, a_transposed, b_transposed;   // transposed: M- or N-major
+  bool accumulate, a_transposed, b_transposed;  // transposed: M- or N-major
 };
 void wgmma(const WarpgroupMma& operation, Site where);
 void wgmma_fence(Site where);

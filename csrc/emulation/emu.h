@@ -23,12 +23,12 @@ enum class AsyncMode : int { lazy = 0, eager = 1, poison = 2 };
 
 struct Config {
   Schedule schedule = Schedule::forward;
-  uint64_t seed = 1;                      // orders fibers, blocks and copy landings under Schedule::random
+  uint64_t seed = 1;  // orders fibers, blocks and copy landings under Schedule::random
   AsyncMode async = AsyncMode::poison;
-  int workers = 1;                        // CPU threads that run blocks; 0 = one per core
-  bool races = true;                      // keep shadow memory for shared memory
-  bool strict = true;                     // also report what the hardware tolerates: barriers joined by exited threads, unawaited copies
-  bool profile = false;                   // count bank conflicts and sectors of plain loads and stores, per source line
+  int workers = 1;       // CPU threads that run blocks; 0 = one per core
+  bool races = true;     // keep shadow memory for shared memory
+  bool strict = true;    // also report what the hardware tolerates: barriers joined by exited threads, unawaited copies
+  bool profile = false;  // count bank conflicts and sectors of plain loads and stores, per source line
 };
 
 enum class FaultKind : int {
@@ -63,25 +63,25 @@ struct Location {
 struct Fault {
   FaultKind kind;
   std::string message;
-  Location where;               // the access or call that is reported
-  Location other;               // what it conflicts with, if anything
+  Location where;  // the access or call that is reported
+  Location other;  // what it conflicts with, if anything
   unsigned block[3];
-  std::vector<int> threads;     // linear thread indices, the reporter first
-  uint64_t count = 1;           // how often the same kind was met at the same place
+  std::vector<int> threads;  // linear thread indices, the reporter first
+  uint64_t count = 1;        // how often the same kind was met at the same place
 };
 
 struct Counters {
   uint64_t launches, blocks, switches, barriers, shuffles;
   uint64_t ldmatrix, stmatrix, mma, wgmma;
   uint64_t async_copy_bytes, tma_bytes;
-  uint64_t matrix_bank_conflicts;   // extra wavefronts of ldmatrix and stmatrix
-  uint64_t shared_bank_conflicts;   // extra wavefronts of plain accesses and cp.async (profile only)
+  uint64_t matrix_bank_conflicts;                 // extra wavefronts of ldmatrix and stmatrix
+  uint64_t shared_bank_conflicts;                 // extra wavefronts of plain accesses and cp.async (profile only)
   uint64_t global_sectors, global_sectors_ideal;  // 32-byte sectors touched, and how many the bytes would need (profile only)
 };
 
 struct SiteProfile {
   Location where;
-  bool shared;             // shared: wavefronts; global: 32-byte sectors
+  bool shared;  // shared: wavefronts; global: 32-byte sectors
   bool write;
   int bytes_per_thread;
   uint64_t requests, cost, ideal;
@@ -95,12 +95,12 @@ struct Report {
 
 // The session: one configuration and one growing report per process. Not to be changed while a launch runs.
 Config& config();
-Report report();                // symbolised copy of what was recorded since clear_report()
+Report report();  // symbolised copy of what was recorded since clear_report()
 void clear_report();
 
 // Device memory. Kernels may touch registered ranges only (and their own stack, shared memory, parameters, constants).
-void* allocate(size_t bytes, const char* label);   // in an arena, 64 KiB apart, filled with 0xff
-void free_all();                                   // every allocation and registration
+void* allocate(size_t bytes, const char* label);  // in an arena, 64 KiB apart, filled with 0xff
+void free_all();                                  // every allocation and registration
 void register_range(const void* base, size_t bytes, bool writable, const char* label);
 
 struct LaunchSpec {
@@ -110,7 +110,7 @@ struct LaunchSpec {
   const void* closure;
   size_t closure_bytes;
   const void* kernel;
-  bool instrumented;    // the kernel was compiled with the memory hooks
+  bool instrumented;  // the kernel was compiled with the memory hooks
 };
 cudaError_t launch(const LaunchSpec& spec);
 
@@ -138,8 +138,8 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
   static_assert(sizeof...(P) == sizeof...(A), "a kernel is launched with exactly its parameters");
   using Closure = detail::Closure<P...>;
   const Closure closure{kernel, std::tuple<P...>(static_cast<P>(arguments)...)};
-  return launch(LaunchSpec{grid, block, shared_bytes, &Closure::enter, &closure, sizeof closure,
-                           reinterpret_cast<const void*>(kernel), kInstrumented});
+  return launch(LaunchSpec{grid, block, shared_bytes, &Closure::enter, &closure, sizeof closure, reinterpret_cast<const void*>(kernel),
+                           kInstrumented});
 }
 
 // The same under a configuration of its own, with a report of its own.

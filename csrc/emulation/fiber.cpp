@@ -66,9 +66,9 @@ emu_switch_stack:
 
 void prepare(Context& context, const Stack& stack, void (*entry)()) {
   void** top = reinterpret_cast<void**>(stack.high());
-  *--top = nullptr;                                 // entry's return address: keeps the ABI's stack alignment
+  *--top = nullptr;  // entry's return address: keeps the ABI's stack alignment
   *--top = reinterpret_cast<void*>(entry);
-  for (int i = 0; i < 6; i++) *--top = nullptr;     // rbp, rbx, r12-r15
+  for (int i = 0; i < 6; i++) *--top = nullptr;  // rbp, rbx, r12-r15
   context.stack_pointer = top;
 }
 

@@ -31,7 +31,7 @@ class Stack {
   bool contains(const void* p) const { return p >= low_ && p < low_ + bytes_; }
 
  private:
-  unsigned char* low_;   // above the guard page: an overflow faults at once instead of corrupting a neighbour
+  unsigned char* low_;  // above the guard page: an overflow faults at once instead of corrupting a neighbour
   size_t bytes_;
 };
 

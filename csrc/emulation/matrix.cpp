@@ -51,7 +51,7 @@ void execute_ldmatrix(Block& b, int, const Collective& c, unsigned) {
       uint32_t packed = 0;
       for (int half = 0; half < 2; half++) {
         const auto& row = *static_cast<MatrixArgument*>(c.argument[m * 8 + at.row[half]]);
-        uint16_t value = 0x7fff;   // a row outside shared memory, reported already
+        uint16_t value = 0x7fff;  // a row outside shared memory, reported already
         if (row.valid) std::memcpy(&value, b.shared + row.address + 2 * at.column[half], 2);
         packed |= static_cast<uint32_t>(value) << (16 * half);
       }
@@ -82,7 +82,7 @@ void execute_stmatrix(Block& b, int, const Collective& c, unsigned) {
 void ldmatrix(uint32_t* registers, int count, uint32_t address, bool transposed, Site where) {
   Block& b = *block();
   MatrixArgument a{registers, address, count, transposed, false};
-  if (fiber()->lane < count * 8) {   // the other lanes' addresses are ignored
+  if (fiber()->lane < count * 8) {  // the other lanes' addresses are ignored
     a.valid = b.check_shared(address, 16, 16, "ldmatrix row", where);
     if (a.valid) b.touch(Touch::read, address, 16, where);
   }
@@ -114,7 +114,7 @@ struct MmaArgument {
 // 8-bit: the same with k = 4q and steps of 16.
 template <class Decode, class T>
 void gather(const Collective& meeting, int k, int width, T* a, T* b, Decode decode) {
-  const int step = 4 * width;   // k columns that one register row of the quad covers
+  const int step = 4 * width;  // k columns that one register row of the quad covers
   for (int lane = 0; lane < 32; lane++) {
     const auto& x = *static_cast<MmaArgument*>(meeting.argument[lane]);
     const int group = lane >> 2, quad = lane & 3;

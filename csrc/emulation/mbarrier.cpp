@@ -65,7 +65,8 @@ void mbarrier_arrive(uint32_t address, int count, int expected_bytes, Site where
   Mbarrier* m = b.find_mbarrier(address, where);
   if (!m) return;
   if (m->pending < count) {
-    b.fault(FaultKind::mbarrier, where, m->where, -1, "more arrivals at the mbarrier (shared offset %u) than its count of %d in phase %u", address, m->expected, m->phase);
+    b.fault(FaultKind::mbarrier, where, m->where, -1, "more arrivals at the mbarrier (shared offset %u) than its count of %d in phase %u",
+            address, m->expected, m->phase);
     return;
   }
   m->bytes += expected_bytes;
@@ -112,8 +113,10 @@ void proxy_fence() {
 }
 
 void Block::send(Delivery d) {
-  if (settings.async == AsyncMode::eager) deliver(d);
-  else deliveries.push_back(std::move(d));
+  if (settings.async == AsyncMode::eager)
+    deliver(d);
+  else
+    deliveries.push_back(std::move(d));
 }
 
 void Block::deliver(Delivery& d) {
@@ -133,8 +136,11 @@ void Block::deliver(Delivery& d) {
     if (d.engine >= 0) clocks.add(d.engine, d.clock, m.gathered);
     if (d.arrives) {
       clocks.merge(d.history, m.gathered);
-      if (m.pending == 0) fault(FaultKind::mbarrier, d.where, m.where, -1, "more arrivals at the mbarrier (shared offset %u) than its count of %d", d.mbarrier, m.expected);
-      else m.pending--;
+      if (m.pending == 0)
+        fault(FaultKind::mbarrier, d.where, m.where, -1, "more arrivals at the mbarrier (shared offset %u) than its count of %d",
+              d.mbarrier, m.expected);
+      else
+        m.pending--;
     }
     flip_if_complete(d.mbarrier, m);
   }

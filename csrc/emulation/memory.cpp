@@ -13,12 +13,12 @@
 namespace emu {
 namespace {
 
-constexpr size_t kArenaBytes = 1ull << 34;   // address space only: pages come on first touch
-constexpr size_t kGap = 64 << 10;            // between allocations: an index that is off by a page still lands in nobody's buffer
+constexpr size_t kArenaBytes = 1ull << 34;  // address space only: pages come on first touch
+constexpr size_t kGap = 64 << 10;           // between allocations: an index that is off by a page still lands in nobody's buffer
 
 struct Memory {
   std::shared_mutex mutex;
-  std::map<uintptr_t, Range> ranges;   // by base
+  std::map<uintptr_t, Range> ranges;  // by base
   std::atomic<uint64_t> version{1};
   unsigned char* arena = nullptr;
   size_t used = 0;

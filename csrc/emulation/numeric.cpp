@@ -17,7 +17,7 @@ float decode(uint32_t bits, int exponent_bits, int mantissa_bits, bool has_infin
   if (top && has_infinity) {
     value = mantissa ? NAN : INFINITY;
   } else if (top && mantissa == (1u << mantissa_bits) - 1) {
-    value = NAN;   // e4m3: one NaN per sign, no infinity
+    value = NAN;  // e4m3: one NaN per sign, no infinity
   } else if (exponent == 0) {
     value = std::ldexp(static_cast<float>(mantissa), 1 - bias - mantissa_bits);
   } else {

@@ -13,9 +13,9 @@ inline float float_of_bits(uint32_t bits) {
   return f;
 }
 
-const float* half_table();    // [65536]
-const float* e4m3_table();    // [256]
-const float* e5m2_table();    // [256]
+const float* half_table();  // [65536]
+const float* e4m3_table();  // [256]
+const float* e5m2_table();  // [256]
 
 inline float widen16(uint16_t bits, Element type) {
   return type == Element::bf16 ? float_of_bits(static_cast<uint32_t>(bits) << 16) : half_table()[bits];

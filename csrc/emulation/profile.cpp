@@ -5,7 +5,7 @@
 namespace emu {
 
 Wavefronts shared_wavefronts(const uint64_t* offset, unsigned lanes, int bytes) {
-  const int per_wavefront = bytes <= 4 ? 32 : 128 / bytes;   // lanes that 128 bytes serve
+  const int per_wavefront = bytes <= 4 ? 32 : 128 / bytes;  // lanes that 128 bytes serve
   Wavefronts out{0, 0};
   for (int first = 0; first < 32; first += per_wavefront) {
     std::vector<uint64_t> words;
@@ -69,7 +69,7 @@ void Profile::record(int warp, int lane, unsigned alive, bool shared, bool write
   const ProfileKey key{where, bytes << 2 | (write ? 2 : 0) | (shared ? 1 : 0)};
   Stream& stream = warps_[warp][key];
   const uint32_t index = stream.passed[lane]++;
-  if (index < stream.finished) return;   // cannot be paired any more
+  if (index < stream.finished) return;  // cannot be paired any more
   while (stream.open.size() <= index - stream.finished) stream.open.emplace_back();
   Request& request = stream.open[index - stream.finished];
   request.lanes |= 1u << lane;

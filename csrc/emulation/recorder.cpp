@@ -5,10 +5,26 @@
 namespace emu {
 
 const char* name(FaultKind kind) {
-  static const char* const names[] = {
-      "race", "async_in_flight", "uninitialised_shared", "shared_out_of_bounds", "global_out_of_bounds", "read_only_write",
-      "misaligned", "barrier_divergence", "barrier_exited", "deadlock", "livelock", "warp_divergence", "exited_lane",
-      "lane_outside_mask", "mbarrier", "wgmma", "tensor_map", "proxy_fence", "unawaited_copy", "invalid_launch"};
+  static const char* const names[] = {"race",
+                                      "async_in_flight",
+                                      "uninitialised_shared",
+                                      "shared_out_of_bounds",
+                                      "global_out_of_bounds",
+                                      "read_only_write",
+                                      "misaligned",
+                                      "barrier_divergence",
+                                      "barrier_exited",
+                                      "deadlock",
+                                      "livelock",
+                                      "warp_divergence",
+                                      "exited_lane",
+                                      "lane_outside_mask",
+                                      "mbarrier",
+                                      "wgmma",
+                                      "tensor_map",
+                                      "proxy_fence",
+                                      "unawaited_copy",
+                                      "invalid_launch"};
   static_assert(sizeof names / sizeof *names == static_cast<int>(FaultKind::invalid_launch) + 1);
   return names[static_cast<int>(kind)];
 }
@@ -31,8 +47,10 @@ bool Recorder::first(FaultKind kind, Site where) {
 void Recorder::record(RawFault fault) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto [position, inserted] = index_.emplace(key(fault.kind, fault.where), faults_.size());
-  if (inserted) faults_.push_back(std::move(fault));
-  else faults_[position->second].count++;
+  if (inserted)
+    faults_.push_back(std::move(fault));
+  else
+    faults_[position->second].count++;
 }
 
 void Recorder::add(const Counters& counters, const ProfileTable& sites) {

@@ -21,7 +21,7 @@ struct RawFault {
 
 struct ProfileKey {
   Site where;
-  int shared_write_bytes;   // bytes << 2 | write << 1 | shared
+  int shared_write_bytes;  // bytes << 2 | write << 1 | shared
   bool operator==(const ProfileKey& o) const { return where == o.where && shared_write_bytes == o.shared_write_bytes; }
 };
 struct ProfileHash {

@@ -1,4 +1,6 @@
 // Runs the fibers of a block, and the blocks of a launch.
+#include <sys/mman.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -6,18 +8,16 @@
 #include <numeric>
 #include <thread>
 
-#include <sys/mman.h>
-
 #include "block.h"
 #include "wgmma_queue.h"
 
 namespace emu {
 namespace {
 
-constexpr size_t kStackBytes = 256 << 10;            // g++ keeps register arrays in memory: a frame may take tens of KiB
-constexpr size_t kSharedLimit = 227 << 10;           // the most an sm_90 block can have
-constexpr size_t kSharedGuard = 64 << 10;            // before and after: catches indices that are off by a tile
-constexpr uint64_t kMaxIdleYields = 4u << 20;        // a spin loop that nobody ends
+constexpr size_t kStackBytes = 256 << 10;      // g++ keeps register arrays in memory: a frame may take tens of KiB
+constexpr size_t kSharedLimit = 227 << 10;     // the most an sm_90 block can have
+constexpr size_t kSharedGuard = 64 << 10;      // before and after: catches indices that are off by a tile
+constexpr uint64_t kMaxIdleYields = 4u << 20;  // a spin loop that nobody ends
 
 thread_local Block* current_block = nullptr;
 thread_local Fiber* current_fiber = nullptr;
@@ -43,7 +43,7 @@ Block::Block() {
 
 Block::~Block() { munmap(shared - kSharedGuard, kSharedLimit + 2 * kSharedGuard); }
 
-uint64_t Block::random() {   // xorshift64
+uint64_t Block::random() {  // xorshift64
   rng ^= rng << 13;
   rng ^= rng >> 7;
   rng ^= rng << 17;
@@ -82,9 +82,12 @@ Fiber* Block::next() {
   };
   const auto pick = [&] {
     switch (settings.schedule) {
-      case Schedule::forward: return upwards(last + 1);
-      case Schedule::reverse: return downwards(last - 1);
-      default: return upwards(static_cast<int>(random() % threads));
+      case Schedule::forward:
+        return upwards(last + 1);
+      case Schedule::reverse:
+        return downwards(last - 1);
+      default:
+        return upwards(static_cast<int>(random() % threads));
     }
   };
   if (aborted) return nullptr;
@@ -120,7 +123,7 @@ void Block::yield_current(Site where) {
     if (!aborted) fault(FaultKind::livelock, where, 0, -1, "a spin loop that no thread ends");
     abort_block();
   }
-  if (idle_yields % 1024 == 0) std::this_thread::yield();   // another worker's block may be the one that ends it
+  if (idle_yields % 1024 == 0) std::this_thread::yield();  // another worker's block may be the one that ends it
   if (!deliveries.empty() && idle_yields % 64 == 0) deliver_one();
   Fiber* to = next();
   if (to != me) switch_to(to, me->context);
@@ -143,7 +146,8 @@ void Block::thread_exits() {
       if (!left && !group.empty()) left = &group.front();
     }
     const bool stores = !me->bulk_uncommitted.empty() || !me->bulk_groups.empty();
-    if (stores) fault(FaultKind::unawaited_copy, bulk_site(*me), 0, -1, "the thread exits with a bulk store whose source it never waited for");
+    if (stores)
+      fault(FaultKind::unawaited_copy, bulk_site(*me), 0, -1, "the thread exits with a bulk store whose source it never waited for");
     if (left) fault(FaultKind::unawaited_copy, left->where, 0, -1, "the thread exits with an asynchronous copy it never waited for");
   }
   collective_exit(*me);
@@ -155,7 +159,7 @@ static void fiber_main() {
   const LaunchSpec& spec = *current_block->spec;
   spec.entry(spec.closure);
   current_block->thread_exits();
-  std::abort();   // a finished fiber is never resumed
+  std::abort();  // a finished fiber is never resumed
 }
 
 void Block::prepare(uint3 index) {
@@ -236,13 +240,18 @@ void Block::run(const LaunchSpec& launch, uint3 index, uint64_t seed) {
 
 // Nobody can run and not everybody is done: says who waits for what, and where.
 void Block::report_stuck() {
-  struct Group { int first, last; const Fiber* example; };
+  struct Group {
+    int first, last;
+    const Fiber* example;
+  };
   std::vector<Group> groups;
   for (int i = 0; i < threads; i++) {
     const Fiber& f = *fibers[i];
     if (f.state == State::done) continue;
-    if (!groups.empty() && groups.back().last == i - 1 && groups.back().example->waits_at == f.waits_at) groups.back().last = i;
-    else groups.push_back({i, i, &f});
+    if (!groups.empty() && groups.back().last == i - 1 && groups.back().example->waits_at == f.waits_at)
+      groups.back().last = i;
+    else
+      groups.push_back({i, i, &f});
   }
   std::string text = "no thread can run; " + std::to_string(threads - live) + " of " + std::to_string(threads) + " exited";
   std::vector<Site> sites;
@@ -308,7 +317,8 @@ cudaError_t launch(const LaunchSpec& spec) {
   const dim3 g = spec.grid, b = spec.block;
   const uint64_t blocks = static_cast<uint64_t>(g.x) * g.y * g.z, threads = static_cast<uint64_t>(b.x) * b.y * b.z;
   if (threads == 0 || threads > kMaxThreads || b.z > 64) return refuse("a block has 1 to 1024 threads, at most 64 in z");
-  if (blocks == 0 || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535) return refuse("a grid has at least one block, at most 65535 in y and z");
+  if (blocks == 0 || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535)
+    return refuse("a grid has at least one block, at most 65535 in y and z");
   if (spec.shared_bytes > kSharedLimit) return refuse("more than 227 KiB of dynamic shared memory");
   const Config& settings = config();
   std::vector<uint64_t> order(blocks);
@@ -330,7 +340,8 @@ cudaError_t launch(const LaunchSpec& spec) {
     ProfileTable sites;
     for (uint64_t i; (i = taken++) < blocks;) {
       const uint64_t n = order[i];
-      const uint3 index{static_cast<unsigned>(n % g.x), static_cast<unsigned>(n / g.x % g.y), static_cast<unsigned>(n / (static_cast<uint64_t>(g.x) * g.y))};
+      const uint3 index{static_cast<unsigned>(n % g.x), static_cast<unsigned>(n / g.x % g.y),
+                        static_cast<unsigned>(n / (static_cast<uint64_t>(g.x) * g.y))};
       runner->run(spec, index, settings.seed * 1000003 + n + 1);
       if (runner->aborted) failed = true;
       if (settings.profile) Recorder::instance().add(Counters{}, runner->profile.table);

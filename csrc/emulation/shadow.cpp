@@ -5,7 +5,7 @@ namespace emu {
 struct Shadow::Judge {
   Shadow& shadow;
   Clocks& clocks;
-  const std::vector<uint32_t>& proxy_fence;   // per thread: the clock up to which its stores are fenced for the async proxy
+  const std::vector<uint32_t>& proxy_fence;  // per thread: the clock up to which its stores are fenced for the async proxy
   const Toucher& by;
   Conflict found{};
 
@@ -38,9 +38,7 @@ struct Shadow::Judge {
 
   // Keeps only the readers that the new one does not subsume: whoever is ordered after it is ordered after those before it.
   void add_reader(Cell& cell, bool atomic) {
-    auto stays = [&](const Access& a) {
-      return a.who != by.who && !(clocks.ordered(by.thread, a.who, a.clock) && by.who == by.thread);
-    };
+    auto stays = [&](const Access& a) { return a.who != by.who && !(clocks.ordered(by.thread, a.who, a.clock) && by.who == by.thread); };
     int kept = 0;
     for (int i = 0; i < cell.count; i++) {
       if (stays(cell.readers[i]) || (cell.readers[i].atomic && !atomic)) cell.readers[kept++] = cell.readers[i];
@@ -117,7 +115,8 @@ struct Shadow::Judge {
     check_write_before(cell, engine ? "asynchronous copy not ordered after a write" : "write not ordered after a write");
     each_reader(cell, [&](Access& a) {
       if (!ordered(a)) {
-        report(FaultKind::race, engine ? "asynchronous copy over data that may still be read" : "write over data that may still be read", a);
+        report(FaultKind::race, engine ? "asynchronous copy over data that may still be read" : "write over data that may still be read",
+               a);
       }
     });
     clear_readers(cell);
@@ -130,14 +129,20 @@ struct Shadow::Judge {
   void apply(Cell& cell) {
     switch (by.touch) {
       case Touch::read:
-      case Touch::engine_read: read(cell); break;
-      case Touch::atomic: atomic(cell); break;
+      case Touch::engine_read:
+        read(cell);
+        break;
+      case Touch::atomic:
+        atomic(cell);
+        break;
       case Touch::write:
       case Touch::engine_write:
-      case Touch::mbarrier_init: write(cell); break;
+      case Touch::mbarrier_init:
+        write(cell);
+        break;
       case Touch::landing:
         cell.in_flight = -1;
-        cell.write = self(false, true);   // cp.async writes through the generic proxy
+        cell.write = self(false, true);  // cp.async writes through the generic proxy
         break;
       case Touch::mbarrier_use:
         check_write_before(cell, "use of an mbarrier not ordered after its init");
@@ -189,7 +194,7 @@ void Shadow::visit(Judge& judge, Node& node, size_t size, size_t low, size_t hig
       Node& child = children_[first + i];
       child.cell = node.cell;
       child.children = -1;
-      if (node.cell.more >= 0) {   // each part keeps its own list
+      if (node.cell.more >= 0) {  // each part keeps its own list
         const std::vector<Access> copy = overflow_[node.cell.more];
         child.cell.more = static_cast<int32_t>(overflow_.size());
         overflow_.push_back(copy);
@@ -202,7 +207,7 @@ void Shadow::visit(Judge& judge, Node& node, size_t size, size_t low, size_t hig
     const size_t begin = i * part, end = begin + part;
     if (high <= begin || low >= end) continue;
     const int32_t child = node.children + static_cast<int32_t>(i);
-    Node copy = children_[child];   // children_ may grow below
+    Node copy = children_[child];  // children_ may grow below
     visit(judge, copy, part, low > begin ? low - begin : 0, (high < end ? high : end) - begin);
     children_[child] = copy;
   }

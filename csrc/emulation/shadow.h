@@ -17,9 +17,9 @@ enum class Touch : uint8_t {
   read,
   write,
   atomic,
-  engine_read,      // wgmma operands, TMA stores: the async proxy
-  engine_write,     // a TMA load or cp.async at issue: the bytes are in flight until landed
-  landing,          // cp.async data arriving at the issuing thread's wait
+  engine_read,   // wgmma operands, TMA stores: the async proxy
+  engine_write,  // a TMA load or cp.async at issue: the bytes are in flight until landed
+  landing,       // cp.async data arriving at the issuing thread's wait
   mbarrier_init,
   mbarrier_use,
 };
@@ -27,7 +27,7 @@ enum class Touch : uint8_t {
 struct Access {
   Site where = 0;
   uint32_t clock = 0;
-  int16_t who = -1;      // thread or engine
+  int16_t who = -1;  // thread or engine
   bool atomic = false;
   bool generic = false;  // a plain store: invisible to the async proxy until fence.proxy.async
 };
@@ -35,19 +35,19 @@ struct Access {
 struct Cell {
   static constexpr int kInline = 2;
   Access write;
-  Access readers[kInline];   // reads (and atomics) that no later read subsumes
-  int32_t more = -1;         // index of an overflow list
+  Access readers[kInline];  // reads (and atomics) that no later read subsumes
+  int32_t more = -1;        // index of an overflow list
   uint8_t count = 0;
   bool initialised = false;
   bool mbarrier = false;
-  int16_t in_flight = -1;    // the thread whose asynchronous copy has not landed
+  int16_t in_flight = -1;  // the thread whose asynchronous copy has not landed
 };
 
 // Who touches, and how its conflicts are judged.
 struct Toucher {
   Touch touch;
-  int thread;            // whose history decides what is ordered before
-  int who;               // recorded as: the thread, or the engine that works for it
+  int thread;  // whose history decides what is ordered before
+  int who;     // recorded as: the thread, or the engine that works for it
   uint32_t clock;
   Site where;
   bool check_initialised;
@@ -55,7 +55,7 @@ struct Toucher {
 
 struct Conflict {
   FaultKind kind;
-  const char* what = nullptr;   // null: none
+  const char* what = nullptr;  // null: none
   int other = -1;
   Site other_site = 0;
 };
@@ -67,13 +67,13 @@ class Shadow {
   size_t bytes() const { return bytes_; }
   // Judges and records an access to [offset, offset + n). Returns the first conflict met.
   Conflict access(Clocks& clocks, const std::vector<uint32_t>& proxy_fence, size_t offset, size_t n, const Toucher& by);
-  void land(size_t offset, size_t n);      // clears the in-flight mark
-  void retire_mbarrier(size_t offset);     // its bytes are plain memory again
+  void land(size_t offset, size_t n);   // clears the in-flight mark
+  void retire_mbarrier(size_t offset);  // its bytes are plain memory again
 
  private:
   struct Node {
     Cell cell;
-    int32_t children = -1;   // index of four nodes
+    int32_t children = -1;  // index of four nodes
   };
   struct Granule {
     Node node;

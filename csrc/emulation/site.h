@@ -6,9 +6,7 @@ namespace emu {
 
 using Site = uint64_t;
 
-inline Site site(const char* file, int line) {
-  return static_cast<uint64_t>(line) << 48 | reinterpret_cast<uintptr_t>(file);
-}
+inline Site site(const char* file, int line) { return static_cast<uint64_t>(line) << 48 | reinterpret_cast<uintptr_t>(file); }
 inline Site site(const void* return_address) { return reinterpret_cast<uintptr_t>(return_address); }
 inline int line_of(Site s) { return static_cast<int>(s >> 48); }
 inline const char* file_of(Site s) { return reinterpret_cast<const char*>(s & 0xffffffffffffull); }

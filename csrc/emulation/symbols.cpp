@@ -30,7 +30,7 @@ static void locate_in(const char* module, uintptr_t base, const std::vector<Site
   std::string command = "addr2line -a -i -e '" + std::string(module) + "'";
   char hex[32];
   for (const Site s : sites) {
-    std::snprintf(hex, sizeof hex, " 0x%lx", static_cast<unsigned long>(s - base - 1));   // -1: inside the call
+    std::snprintf(hex, sizeof hex, " 0x%lx", static_cast<unsigned long>(s - base - 1));  // -1: inside the call
     command += hex;
   }
   FILE* pipe = popen((command + " 2>/dev/null").c_str(), "r");
@@ -66,7 +66,7 @@ std::unordered_map<Site, Location> locate(const std::vector<Site>& sites) {
     }
   }
   for (const auto& [module, addresses] : by_module) {
-    constexpr size_t kPerCall = 500;   // keeps the command line short
+    constexpr size_t kPerCall = 500;  // keeps the command line short
     for (size_t i = 0; i < addresses.size(); i += kPerCall) {
       const size_t end = i + kPerCall < addresses.size() ? i + kPerCall : addresses.size();
       locate_in(module.first.c_str(), module.second, {addresses.begin() + i, addresses.begin() + end}, out);

@@ -97,9 +97,7 @@ void tensor_load(uint32_t to, const TensorMap* map, const int* coordinates, int 
       return;
     }
     const size_t start = at + static_cast<size_t>(first) * map->element_bytes;
-    for (size_t i = 0; i < n; i++) {
-      d.data[swizzled(to + static_cast<uint32_t>(start + i), map->swizzle) - to] = row[i];
-    }
+    for (size_t i = 0; i < n; i++) { d.data[swizzled(to + static_cast<uint32_t>(start + i), map->swizzle) - to] = row[i]; }
   });
   send_load(b, std::move(d), *m);
 }

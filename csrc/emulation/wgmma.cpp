@@ -9,7 +9,7 @@
 
 namespace emu {
 
-uint32_t swizzled(uint32_t address, Swizzle mode);   // tensor_copy.cpp
+uint32_t swizzled(uint32_t address, Swizzle mode);  // tensor_copy.cpp
 
 namespace {
 
@@ -58,7 +58,7 @@ void meet(int operation, const WarpgroupMma* argument, const char* what, Site wh
 struct Operand {
   uint32_t start, leading, stride;
   Swizzle swizzle;
-  bool transposed;   // M- or N-major
+  bool transposed;  // M- or N-major
 
   Operand(uint64_t descriptor, bool transposed_)
       : start(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
@@ -74,7 +74,7 @@ struct Operand {
 
   // Byte address of the 16-byte chunk that holds (mn, k): eight elements along the major dimension.
   uint32_t chunk(uint32_t mn, uint32_t k) const {
-    static constexpr uint32_t kSpan[] = {16, 32, 64, 128};   // bytes of a row of the swizzle pattern
+    static constexpr uint32_t kSpan[] = {16, 32, 64, 128};  // bytes of a row of the swizzle pattern
     const uint32_t span = kSpan[static_cast<int>(swizzle)];
     uint32_t at;
     if (swizzle == Swizzle::none) {
@@ -117,9 +117,7 @@ void fetch(const Block& b, const Operand& operand, int rows, Element type, bool 
 struct Holder {
   int thread, index;
 };
-Holder holder(int row, int column) {
-  return {row / 16 * 32 + row % 8 * 4 + column % 8 / 2, column / 8 * 4 + row / 8 % 2 * 2 + column % 2};
-}
+Holder holder(int row, int column) { return {row / 16 * 32 + row % 8 * 4 + column % 8 / 2, column / 8 * 4 + row / 8 % 2 * 2 + column % 2}; }
 
 Accumulator& hold(Block& b, WgmmaQueue& q, int group) {
   const WarpgroupMma& first = *q.arguments[0];
@@ -206,8 +204,10 @@ void fetch_a_registers(const WgmmaOperation& op, float* a) {
 void retire(Block& b, WgmmaQueue& q, int group, const WgmmaOperation& op) {
   const WarpgroupMma& s = op.shape;
   std::vector<float> a(64 * 16), bm(static_cast<size_t>(16) * s.n), product(static_cast<size_t>(64) * s.n);
-  if (s.a) fetch_a_registers(op, a.data());
-  else fetch(b, Operand(s.a_descriptor, s.a_transposed), 64, s.type, true, a.data());
+  if (s.a)
+    fetch_a_registers(op, a.data());
+  else
+    fetch(b, Operand(s.a_descriptor, s.a_transposed), 64, s.type, true, a.data());
   fetch(b, Operand(s.b_descriptor, s.b_transposed), s.n, s.type, false, bm.data());
   multiply(product.data(), a.data(), bm.data(), 64, s.n, 16);
   for (size_t i = 0; i < q.accumulators.size(); i++) {
@@ -240,7 +240,7 @@ void wgmma_wait(int groups_left, Site where) {
     while (static_cast<int>(q.groups.size()) > groups_left) {
       for (const WgmmaOperation& op : q.groups.front()) retire(b, q, group, op);
       q.groups.pop_front();
-      q.fenced = false;   // the registers are the threads' again
+      q.fenced = false;  // the registers are the threads' again
     }
   });
 }

@@ -8,9 +8,9 @@
 namespace emu {
 
 struct WgmmaOperation {
-  WarpgroupMma shape;                  // of thread 0 of the group: descriptors and flags are the same in all
-  std::vector<uint32_t> a_registers;   // [128][4] when A comes from registers
-  uint32_t clock;                      // the group's engine
+  WarpgroupMma shape;                 // of thread 0 of the group: descriptors and flags are the same in all
+  std::vector<uint32_t> a_registers;  // [128][4] when A comes from registers
+  uint32_t clock;                     // the group's engine
   Site where;
 };
 
@@ -19,7 +19,7 @@ struct Accumulator {
   float* d[128];
   int n = 0;
   int in_flight = 0;
-  std::vector<float> values;           // [64][n]
+  std::vector<float> values;  // [64][n]
 };
 
 struct WgmmaQueue {
@@ -31,7 +31,7 @@ struct WgmmaQueue {
   bool fenced = false;
   std::vector<WgmmaOperation> uncommitted;
   std::deque<std::vector<WgmmaOperation>> groups;
-  std::vector<Accumulator> accumulators;   // found by d[0]
+  std::vector<Accumulator> accumulators;  // found by d[0]
 };
 
 }  // namespace emu

@@ -1,9 +1,9 @@
 """Runs CUDA kernels on the CPU from Python: load a library, place tensors, run a session, read its report.
 
-    library = emulation.load(emulation_build.Library("kernels", ("csrc/cuda/decode.cu",)), "race")
-    with emulation.session(library, schedule="random", seed=3) as report:
-        library.pk_decode(...)
-    assert not report.faults, report
+library = emulation.load(emulation_build.Library("kernels", ("csrc/cuda/decode.cu",)), "race")
+with emulation.session(library, schedule="random", seed=3) as report:
+    library.pk_decode(...)
+assert not report.faults, report
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def session(
         yield report
     finally:
         data = json.loads(handle.emu_report_json())
-        report.faults = [Fault(**{**f, "block": tuple(f["block"]), "threads": tuple(f["threads"])}) for f in data["faults"]]
+        report.faults = [
+            Fault(**{**f, "block": tuple(f["block"]), "threads": tuple(f["threads"])}) for f in data["faults"]
+        ]
         report.counters = data["counters"]
         report.sites = [SiteProfile(**s) for s in data["sites"]]
 

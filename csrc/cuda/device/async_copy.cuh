@@ -7,20 +7,23 @@ namespace pk::device {
 
 // 16 bytes, past L1. Not `valid`: nothing is read and zeros are written; the address must still be a legal one.
 PK_DEVICE void cp_async_16(uint32_t to, const void* from, bool valid = true) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
+               : "memory");
 }
 // 4 or 8 bytes, for rows whose alignment allows no more.
 template <int Bytes>
 PK_DEVICE void cp_async_narrow(uint32_t to, const void* from, bool valid = true) {
   static_assert(Bytes == 4 || Bytes == 8);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-               ::"r"(to), "l"(__cvta_generic_to_global(from)), "n"(Bytes), "r"(valid ? Bytes : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "n"(Bytes),
+               "r"(valid ? Bytes : 0)
+               : "memory");
 }
 PK_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `Left` of this thread's groups are in flight.
 template <int Left>
-PK_DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory"); }
+PK_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
 // The mbarrier is arrived at once for this thread, when its copies so far have landed. sm_80 upward.
 PK_DEVICE void cp_async_arrive(uint32_t mbarrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(mbarrier) : "memory");
@@ -38,7 +41,9 @@ inline void cp_async_narrow(uint32_t to, const void* from, bool valid = true, EM
 }
 inline void cp_async_commit() { emu::async_commit(); }
 template <int Left>
-inline void cp_async_wait() { emu::async_wait(Left); }
+inline void cp_async_wait() {
+  emu::async_wait(Left);
+}
 inline void cp_async_arrive(uint32_t mbarrier, EMU_HERE) { emu::async_arrive(mbarrier, EMU_SITE); }
 
 #endif

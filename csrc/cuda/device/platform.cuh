@@ -128,9 +128,13 @@ inline constexpr unsigned kFullWarp = 0xffffffffu;
 template <class T>
 PK_DEVICE uint32_t pack(float low, float high);
 template <>
-PK_DEVICE uint32_t pack<__half>(float low, float high) { return bits_of(__floats2half2_rn(low, high)); }
+PK_DEVICE uint32_t pack<__half>(float low, float high) {
+  return bits_of(__floats2half2_rn(low, high));
+}
 template <>
-PK_DEVICE uint32_t pack<__nv_bfloat16>(float low, float high) { return bits_of(__floats2bfloat162_rn(low, high)); }
+PK_DEVICE uint32_t pack<__nv_bfloat16>(float low, float high) {
+  return bits_of(__floats2bfloat162_rn(low, high));
+}
 
 }  // namespace pk::device
 

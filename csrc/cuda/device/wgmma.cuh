@@ -24,7 +24,9 @@ PK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "mem
 PK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until at most `Left` groups are in flight.
 template <int Left>
-PK_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory"); }
+PK_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
+}
 // Keeps the compiler from moving uses of the accumulators across an issue or a wait.
 template <int N>
 PK_DEVICE void wgmma_hold(float (&d)[N]) {
@@ -85,31 +87,33 @@ struct Wgmma;
 #define PK_SLOTS_160 PK_D0, PK_D1, PK_D2, PK_D3, PK_D4, PK_D5, PK_D6, PK_D7, PK_D8, PK_D9
 #define PK_NAMES_192 PK_R0 "," PK_R1 "," PK_R2 "," PK_R3 "," PK_R4 "," PK_R5 "," PK_R6 "," PK_R7 "," PK_R8 "," PK_R9 "," PK_R10 "," PK_R11
 #define PK_SLOTS_192 PK_D0, PK_D1, PK_D2, PK_D3, PK_D4, PK_D5, PK_D6, PK_D7, PK_D8, PK_D9, PK_D10, PK_D11
-#define PK_NAMES_256 PK_R0 "," PK_R1 "," PK_R2 "," PK_R3 "," PK_R4 "," PK_R5 "," PK_R6 "," PK_R7 "," PK_R8 "," PK_R9 "," PK_R10 "," PK_R11 "," PK_R12 "," PK_R13 "," PK_R14 "," PK_R15
+#define PK_NAMES_256                                                                                                               \
+  PK_R0 "," PK_R1 "," PK_R2 "," PK_R3 "," PK_R4 "," PK_R5 "," PK_R6 "," PK_R7 "," PK_R8 "," PK_R9 "," PK_R10 "," PK_R11 "," PK_R12 \
+        "," PK_R13 "," PK_R14 "," PK_R15
 #define PK_SLOTS_256 PK_D0, PK_D1, PK_D2, PK_D3, PK_D4, PK_D5, PK_D6, PK_D7, PK_D8, PK_D9, PK_D10, PK_D11, PK_D12, PK_D13, PK_D14, PK_D15
 
 // One specialisation: `ss` with both operands in shared memory, `rs` with A in registers. `A` to `P` number the operands that
 // follow the N / 2 accumulators.
-#define PK_WGMMA(T, TYPE, N, TRANS, A0, A1, A2, A3, B, P)                                                               \
-  template <>                                                                                                            \
-  struct Wgmma<T, N, TRANS> {                                                                                            \
-    PK_DEVICE static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {                                \
+#define PK_WGMMA(T, TYPE, N, TRANS, A0, A1, A2, A3, B, P)                                                                         \
+  template <>                                                                                                                     \
+  struct Wgmma<T, N, TRANS> {                                                                                                     \
+    PK_DEVICE static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {                                         \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
-                   " {" PK_NAMES_##N "}, %" #A0 ", %" #A1 ", p, 1, 1, 0, %" #A3 ";\n}"                                  \
-                   : PK_SLOTS_##N                                                                                        \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS ? 1 : 0));                                               \
-    }                                                                                                                    \
-    PK_DEVICE static void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {                    \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
-                   " {" PK_NAMES_##N "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, %" PK_TRANS_INDEX_##N ";\n}" \
-                   : PK_SLOTS_##N                                                                                        \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS ? 1 : 0));           \
-    }                                                                                                                    \
+                   " {" PK_NAMES_##N "}, %" #A0 ", %" #A1 ", p, 1, 1, 0, %" #A3 ";\n}"                                            \
+                   : PK_SLOTS_##N                                                                                                 \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS ? 1 : 0));                                                        \
+    }                                                                                                                             \
+    PK_DEVICE static void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {                             \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE  \
+                   " {" PK_NAMES_##N "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, %" PK_TRANS_INDEX_##N ";\n}"    \
+                   : PK_SLOTS_##N                                                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS ? 1 : 0));                    \
+    }                                                                                                                             \
   };
-#define PK_WGMMA_N(N, A0, A1, A2, A3, B, P)                        \
-  PK_WGMMA(__half, "f16", N, false, A0, A1, A2, A3, B, P)          \
-  PK_WGMMA(__half, "f16", N, true, A0, A1, A2, A3, B, P)           \
-  PK_WGMMA(__nv_bfloat16, "bf16", N, false, A0, A1, A2, A3, B, P)  \
+#define PK_WGMMA_N(N, A0, A1, A2, A3, B, P)                       \
+  PK_WGMMA(__half, "f16", N, false, A0, A1, A2, A3, B, P)         \
+  PK_WGMMA(__half, "f16", N, true, A0, A1, A2, A3, B, P)          \
+  PK_WGMMA(__nv_bfloat16, "bf16", N, false, A0, A1, A2, A3, B, P) \
   PK_WGMMA(__nv_bfloat16, "bf16", N, true, A0, A1, A2, A3, B, P)
 #define PK_TRANS_INDEX_16 "14"
 #define PK_TRANS_INDEX_32 "22"
@@ -145,7 +149,9 @@ PK_DEVICE void wgmma_rs(float (&d)[Half], const uint32_t (&a)[4], uint64_t b, bo
 inline void wgmma_fence(EMU_HERE) { emu::wgmma_fence(EMU_SITE); }
 inline void wgmma_commit(EMU_HERE) { emu::wgmma_commit(EMU_SITE); }
 template <int Left>
-inline void wgmma_wait(EMU_HERE) { emu::wgmma_wait(Left, EMU_SITE); }
+inline void wgmma_wait(EMU_HERE) {
+  emu::wgmma_wait(Left, EMU_SITE);
+}
 template <int N>
 inline void wgmma_hold(float (&)[N]) {}
 

@@ -16,8 +16,10 @@ __global__ void load_matrices(const uint32_t* image, int words, const uint32_t* 
   for (int i = threadIdx.x; i < words; i += 32) shared[i] = image[i];
   __syncwarp();
   uint32_t r[Count];
-  if constexpr (Transposed) ldmatrix_trans(r, shared_address(smem) + address[threadIdx.x]);
-  else ldmatrix(r, shared_address(smem) + address[threadIdx.x]);
+  if constexpr (Transposed)
+    ldmatrix_trans(r, shared_address(smem) + address[threadIdx.x]);
+  else
+    ldmatrix(r, shared_address(smem) + address[threadIdx.x]);
   for (int i = 0; i < Count; i++) registers[threadIdx.x * Count + i] = r[i];
 }
 
@@ -29,8 +31,10 @@ __global__ void store_matrices(const uint32_t* registers, const uint32_t* addres
   __syncwarp();
   uint32_t r[4];
   for (int i = 0; i < 4; i++) r[i] = registers[threadIdx.x * 4 + i];
-  if constexpr (Transposed) stmatrix_trans(shared_address(smem) + address[threadIdx.x], r);
-  else stmatrix(shared_address(smem) + address[threadIdx.x], r);
+  if constexpr (Transposed)
+    stmatrix_trans(shared_address(smem) + address[threadIdx.x], r);
+  else
+    stmatrix(shared_address(smem) + address[threadIdx.x], r);
   __syncwarp();
   for (int i = threadIdx.x; i < words; i += 32) image[i] = shared[i];
 }
@@ -88,7 +92,8 @@ __global__ void multiply_warpgroup(const uint32_t* image, int words, uint64_t a,
 }
 
 // A TMA box of a 3-d tensor, as it lies in shared memory; then stored back through another map.
-__global__ void copy_tile(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, int c0, int c1, int c2, uint32_t* image, int words) {
+__global__ void copy_tile(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, int c0, int c1, int c2,
+                          uint32_t* image, int words) {
   PK_DYNAMIC_SHARED(smem);
   const uint32_t tile = shared_address(smem), barrier = tile + words * 4;
   if (threadIdx.x == 0) {
@@ -139,31 +144,47 @@ int selftest_stmatrix(int transposed, const uint32_t* registers, const uint32_t*
 int selftest_mma(int kind, const uint32_t* a, const uint32_t* b, void* d) {
   auto* f = static_cast<float*>(d);
   switch (kind) {
-    case 0: return launch(multiply<__half>, kOneWarp, nullptr, a, b, f);
-    case 1: return launch(multiply<__nv_bfloat16>, kOneWarp, nullptr, a, b, f);
-    case 2: return launch(multiply_k8<__half>, kOneWarp, nullptr, a, b, f);
-    case 3: return launch(multiply_k8<__nv_bfloat16>, kOneWarp, nullptr, a, b, f);
-    case 4: return launch(multiply<__nv_fp8_e4m3>, kOneWarp, nullptr, a, b, f);
-    default: return launch(multiply_s8, kOneWarp, nullptr, a, b, static_cast<int32_t*>(d));
+    case 0:
+      return launch(multiply<__half>, kOneWarp, nullptr, a, b, f);
+    case 1:
+      return launch(multiply<__nv_bfloat16>, kOneWarp, nullptr, a, b, f);
+    case 2:
+      return launch(multiply_k8<__half>, kOneWarp, nullptr, a, b, f);
+    case 3:
+      return launch(multiply_k8<__nv_bfloat16>, kOneWarp, nullptr, a, b, f);
+    case 4:
+      return launch(multiply<__nv_fp8_e4m3>, kOneWarp, nullptr, a, b, f);
+    default:
+      return launch(multiply_s8, kOneWarp, nullptr, a, b, static_cast<int32_t*>(d));
   }
 }
 
-int selftest_wgmma(int bf16, int n, int transposed, int a_registers, const uint32_t* image, int words, uint64_t a, uint64_t b, const uint32_t* ra, float* d) {
+int selftest_wgmma(int bf16, int n, int transposed, int a_registers, const uint32_t* image, int words, uint64_t a, uint64_t b,
+                   const uint32_t* ra, float* d) {
   const auto run = [&](auto f16_kernel, auto bf16_kernel) {
     return bf16 ? bf16_kernel(transposed != 0, a_registers != 0, image, words, a, b, ra, d)
                 : f16_kernel(transposed != 0, a_registers != 0, image, words, a, b, ra, d);
   };
   switch (n) {
-    case 64: return run(warpgroup<__half, 64>, warpgroup<__nv_bfloat16, 64>);
-    case 96: return run(warpgroup<__half, 96>, warpgroup<__nv_bfloat16, 96>);
-    case 128: return run(warpgroup<__half, 128>, warpgroup<__nv_bfloat16, 128>);
-    default: return run(warpgroup<__half, 256>, warpgroup<__nv_bfloat16, 256>);
+    case 64:
+      return run(warpgroup<__half, 64>, warpgroup<__nv_bfloat16, 64>);
+    case 96:
+      return run(warpgroup<__half, 96>, warpgroup<__nv_bfloat16, 96>);
+    case 128:
+      return run(warpgroup<__half, 128>, warpgroup<__nv_bfloat16, 128>);
+    default:
+      return run(warpgroup<__half, 256>, warpgroup<__nv_bfloat16, 256>);
   }
 }
 
 // A [size2][size1][size0] tensor of 16-bit elements, read in boxes of [box2][box1][box0]. Returns -1 if the map is refused.
 int selftest_copy_tile(const void* from, void* to, const uint64_t* size, const uint32_t* box, int swizzle, const int* at, uint32_t* image) {
-  TensorMapSpec spec{from, TensorType::f16, 3, {size[0], size[1], size[2]}, {2, size[0] * 2, size[0] * size[1] * 2}, {box[0], box[1], box[2]},
+  TensorMapSpec spec{from,
+                     TensorType::f16,
+                     3,
+                     {size[0], size[1], size[2]},
+                     {2, size[0] * 2, size[0] * size[1] * 2},
+                     {box[0], box[1], box[2]},
                      static_cast<TensorSwizzle>(swizzle)};
   HostTensorMap source, target;
   if (encode(spec, &source) != cudaSuccess) return -1;
