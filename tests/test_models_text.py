@@ -37,7 +37,11 @@ CORPUS = [
 MESSAGES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue? <b>&amp;</b>"}],
-    [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "日本語 😀\n"}],
+    [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "日本語 😀\n"},
+    ],
 ]
 
 
@@ -59,7 +63,7 @@ def theirs(smollm2: Checkpoint) -> Any:
 
 @pytest.fixture(scope="module")
 def theirs_with_digits(smollm2: Checkpoint, theirs: Any) -> Any:
-    """transformers knows no rule for `pre = smollm` and leaves GPT-2's; this is the one in SmolLM2's own tokenizer.json."""
+    """transformers has no rule for `pre = smollm` and leaves GPT-2's; this is that of SmolLM2's own tokenizer.json."""
     backend = type(theirs.backend_tokenizer).from_str(theirs.backend_tokenizer.to_str())
     digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -68,7 +72,9 @@ def theirs_with_digits(smollm2: Checkpoint, theirs: Any) -> Any:
 
 def mixed_text() -> st.SearchStrategy[str]:
     """Without what SmolLM2's vocabulary cannot spell: six control characters and unassigned planes."""
-    words = st.sampled_from([" ", "  ", "\n", "\t", "7", "42", "the", "'s", "é", "日本", "😀", "👍🏽", "<|im_end|>", "<|", "_", "\u0301"])
+    words = st.sampled_from(
+        [" ", "  ", "\n", "\t", "7", "42", "the", "'s", "é", "日本", "😀", "👍🏽", "<|im_end|>", "<|", "_", "\u0301"]
+    )
     spelt = st.characters(exclude_categories=["Cs", "Cn"], exclude_characters="\x04\x06\x13\x14\x16\x1d")
     return st.lists(st.one_of(words, st.text(spelt, max_size=6)), max_size=12).map("".join)
 
@@ -78,7 +84,9 @@ def test_ids_and_text_are_those_of_transformers(smollm2: Checkpoint, theirs_with
     ids = smollm2.tokenizer.encode(text)
     assert ids == theirs_with_digits.encode(text, add_special_tokens=False).ids
     for skip in (True, False):
-        assert smollm2.tokenizer.decode(ids, skip_special=skip) == theirs_with_digits.decode(ids, skip_special_tokens=skip)
+        assert smollm2.tokenizer.decode(ids, skip_special=skip) == theirs_with_digits.decode(
+            ids, skip_special_tokens=skip
+        )
 
 
 def test_only_texts_with_digits_differ_from_transformers_own_conversion(smollm2: Checkpoint, theirs: Any) -> None:
@@ -112,7 +120,9 @@ def test_special_tokens_in_untrusted_text_can_be_taken_as_characters(smollm2: Ch
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), skip=st.booleans())
-def test_streamed_text_is_the_decoded_text_and_has_whole_characters(smollm2: Checkpoint, data: st.DataObject, skip: bool) -> None:
+def test_streamed_text_is_the_decoded_text_and_has_whole_characters(
+    smollm2: Checkpoint, data: st.DataObject, skip: bool
+) -> None:
     """Random ids include bytes that are no UTF-8 at all; cutting anywhere gives a beginning of the whole text."""
     tokenizer = smollm2.tokenizer
     some_bytes = st.integers(17, 400)  # single bytes and short tokens: where characters are cut
@@ -205,7 +215,16 @@ def test_stop_strings_never_leak_and_do_not_depend_on_the_pieces(data: st.DataOb
 
 def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
     matcher = StopStrings(["\n\nUser:"])
-    assert [matcher.feed(t) for t in ["Hi", "\n", "\n", "U", "nder", "\n\n", "User:", "more"]] == ["Hi", "", "", "", "\n\nUnder", "", "", ""]
+    assert [matcher.feed(t) for t in ["Hi", "\n", "\n", "U", "nder", "\n\n", "User:", "more"]] == [
+        "Hi",
+        "",
+        "",
+        "",
+        "\n\nUnder",
+        "",
+        "",
+        "",
+    ]
     assert matcher.matched == "\n\nUser:"
     assert matcher.flush() == ""
 
@@ -225,7 +244,7 @@ def test_chats_are_rendered_as_by_transformers(smollm2: Checkpoint, theirs: Any,
 
 
 TEMPLATES = [
-    "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\nU: {{ m.content | trim }}\n  {% endif %}\n{% endfor %}",
+    "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\nU {{ m.content }}\n  {% endif %}{% endfor %}",
     "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
     "{{ messages | tojson(indent=2) }}{% if tools is not none %}tools{% endif %}{{ documents }}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",

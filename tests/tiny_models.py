@@ -1,4 +1,4 @@
-"""Models small enough to be made in a test: a two-layer Llama as a GGUF file or a Hugging Face folder, and its forward pass."""
+"""Models small enough to be made in a test: a two-layer Llama as a GGUF file or a folder, and its forward pass."""
 
 import json
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def write_gguf(
     tensors: dict[str, np.ndarray] | None = None,
     types: dict[str, str] | None = None,
 ) -> Path:
-    """A GGUF file; `types` quantises tensors by name ("Q4_1", ...). Nothing is filled in: leave out what should be missing."""
+    """A GGUF file; `types` quantises tensors by name ("Q4_1", ...). Nothing that is left out is filled in."""
     metadata = tiny_metadata() if metadata is None else metadata
     writer = gguf.GGUFWriter(path, metadata.get("general.architecture", "llama"))
     for key, value in metadata.items():

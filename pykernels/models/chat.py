@@ -1,7 +1,7 @@
 """Chat messages to the text that a model was trained on, through the template that its file carries.
 
-A template is a program from an untrusted file: it runs in jinja2's immutable sandbox, on plain data, with the few helpers
-that Hugging Face templates expect.
+A template is a program from an untrusted file: it runs in jinja2's immutable sandbox, on plain data, with the few
+helpers that Hugging Face templates expect.
 """
 
 import json
@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 class _Generation(Extension):
     """`{% generation %}` marks the assistant's words for training; here its body is simply rendered."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -44,11 +44,13 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid: {_one_line(error)}") from None
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options: Any) -> str:
-        """The text of a conversation, to be encoded with `add_special=False`: the template writes special tokens itself.
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
+        """The text of a conversation; encode it with `add_special=False`: the template writes special tokens itself.
 
-        Each message has a `role` ("system", "user", "assistant") and a `content`. `add_generation_prompt` ends the text where
-        the assistant's answer begins; `options` are passed on to the template (`tools`, `enable_thinking`, ...).
+        Each message has a `role` ("system", "user", "assistant") and a `content`. `add_generation_prompt` ends the text
+        where the assistant's answer begins; `options` are passed on to the template (`tools`, `enable_thinking`, ...).
         """
         _check_messages(messages)
         variables = {"tools": None, "documents": None, **self._special_tokens, **options}

@@ -38,7 +38,8 @@ def load_checkpoint(name_or_path: str | Path) -> Checkpoint:
     weights = weights_from_gguf(file, config)
     tokenizer = tokenizer_from_gguf(file, bos_id=config.bos_id, add_bos=config.add_bos)
     if tokenizer.vocab_size > config.vocab_size:
-        raise ModelFileError(path, f"{tokenizer.vocab_size} tokens, but the embedding has only {config.vocab_size} rows")
+        problem = f"{tokenizer.vocab_size} tokens, but the embedding has only {config.vocab_size} rows"
+        raise ModelFileError(path, problem)
     return Checkpoint(path, config, tokenizer, _gguf_chat_template(file), weights)
 
 

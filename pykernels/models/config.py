@@ -10,11 +10,26 @@ import torch
 
 from .errors import ModelFileError
 from .gguf_file import GGUFFile
+from .pretokenize import PRE_TOKENIZERS
 
 KNOWN_ARCHITECTURES = ("llama", "mistral")
-# Tokens that end a turn or a document wherever they are control tokens; a model's metadata often names only one of them.
-END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>")
+# Control tokens that end a turn or a document; a model's metadata often names only one of those that it was trained on.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 SAME_AS_NONE = ("none", "default")
+POSITIVE_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_context",
+    "rope_base",
+    "rope_dim",
+    "rms_eps",
+)
 
 RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 
@@ -23,9 +38,9 @@ RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 class RopeScaling:
     """How the rotary frequencies are stretched beyond the context that the model was first trained on.
 
-    `linear` divides all by `factor`; `llama3` divides the slow ones (Llama 3.1, section 3.4.2); `yarn` divides the slow ones
-    and scales cos and sin by `attention_factor` (arXiv 2309.00071); `factors` divides each by its own entry of
-    `frequency_factors`, which is how a GGUF states `llama3`.
+    `linear` divides all by `factor`; `llama3` divides the slow ones; `yarn` divides the slow ones and scales cos and
+    sin by `attention_factor` (arXiv 2309.00071); `factors` divides each by its own entry of `frequency_factors`, which
+    is how a GGUF states `llama3`.
     """
 
     kind: RopeKind = "none"
@@ -65,17 +80,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_architecture(self.arch)
-        for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
-            _positive(name, getattr(self, name))
-        for name in ("max_context", "rope_base", "rope_dim", "rms_eps"):
+        for name in POSITIVE_FIELDS:
             _positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.rope_dim % 2 or self.rope_dim > self.head_dim:
             raise ValueError(f"rope_dim ({self.rope_dim}) must be even and at most head_dim ({self.head_dim})")
-        factors = self.rope_scaling.frequency_factors
-        if self.rope_scaling.kind == "factors" and len(factors) != self.rope_dim // 2:
-            raise ValueError(f"rope_scaling has {len(factors)} frequency factors, expected {self.rope_dim // 2} (rope_dim / 2)")
+        factors, pairs = len(self.rope_scaling.frequency_factors), self.rope_dim // 2
+        if self.rope_scaling.kind == "factors" and factors != pairs:
+            raise ValueError(f"rope_scaling has {factors} frequency factors, expected {pairs} (rope_dim / 2)")
         for token in (*self.eos_ids, *([] if self.bos_id is None else [self.bos_id])):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"the token id {token} is outside the vocabulary of {self.vocab_size}")
@@ -108,7 +121,7 @@ def inv_freq(config: ModelConfig) -> torch.Tensor:
 
 
 def _llama3_frequencies(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Fast pairs stay, slow pairs are divided, those between are blended by how often they turn in the original context."""
+    """Fast pairs stay, slow pairs are divided, those between are blended by their turns in the original context."""
     turns = scaling.original_context * plain / (2 * math.pi)
     keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return keep * plain + (1 - keep) * plain / scaling.factor
@@ -164,7 +177,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             sliding_window=file.get(f"{arch}.attention.sliding_window", int, 0) or None,
             eos_ids=eos_ids,
             bos_id=None if bos_id < 0 else bos_id,
-            add_bos=file.get("tokenizer.ggml.add_bos_token", bool, file.get("tokenizer.ggml.model", str, "") == "llama"),
+            add_bos=file.get("tokenizer.ggml.add_bos_token", bool, _adds_bos(file)),
         )
     except ModelFileError:
         raise
@@ -193,20 +206,27 @@ def _gguf_rope_scaling(file: GGUFFile, arch: str) -> RopeScaling:
     )
 
 
+def _adds_bos(file: GGUFFile) -> bool:
+    """What a file means that does not say: Llama 3's vocabularies want it, GPT-2's do not."""
+    pre = PRE_TOKENIZERS.get(file.get("tokenizer.ggml.pre", str, ""))
+    return pre is not None and pre.adds_bos
+
+
 def _gguf_end_tokens(file: GGUFFile) -> tuple[int, ...]:
     stated = [file.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot", "eom")]
     tokens = file.get("tokenizer.ggml.tokens", list, [])
     types = file.get("tokenizer.ggml.token_type", np.ndarray, np.empty(0, np.int32))
     control = 3
-    known = [tokens.index(t) for t in END_TOKENS if t in tokens]
+    known = [tokens.index(t) for t in (*END_OF_TURN, *END_OF_DOCUMENT) if t in tokens]
     marked = [i for i in known if i < len(types) and types[i] == control]
     return tuple(dict.fromkeys(i for i in [*stated, *marked] if i >= 0))
 
 
 def config_from_hf(document: Mapping[str, Any], *, tied_head: bool, eos_ids: tuple[int, ...] = ()) -> ModelConfig:
-    """The configuration in a Hugging Face `config.json`. Raises `ValueError` where it is missing, unknown or contradictory.
+    """The configuration in a Hugging Face `config.json`; raises `ValueError` for what is missing or contradictory.
 
-    `tied_head` says whether the weights lack an own head; `eos_ids` (of generation_config.json) go before those of `document`.
+    `tied_head` says whether the weights lack an own head; `eos_ids` (of generation_config.json) go before those of
+    `document`.
     """
     check_architecture(str(document.get("model_type")))
     for flag in ("attention_bias", "mlp_bias"):
@@ -215,8 +235,9 @@ def config_from_hf(document: Mapping[str, Any], *, tied_head: bool, eos_ids: tup
     if document.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {document['hidden_act']!r}, expected 'silu'")
     hidden, heads = _require(document, "hidden_size", int), _require(document, "num_attention_heads", int)
-    head_dim = document.get("head_dim") or hidden // max(heads, 1)
-    rope = dict(document.get("rope_parameters") or document.get("rope_scaling") or {})
+    head_dim = int(document.get("head_dim") or hidden // max(heads, 1))
+    rope = {k: document[k] for k in ("rope_theta", "partial_rotary_factor") if k in document}
+    rope |= document.get("rope_parameters") or document.get("rope_scaling") or {}
     own_eos = document.get("eos_token_id")
     own = [] if own_eos is None else own_eos if isinstance(own_eos, list) else [own_eos]
     return ModelConfig(
@@ -226,11 +247,11 @@ def config_from_hf(document: Mapping[str, Any], *, tied_head: bool, eos_ids: tup
         intermediate_size=_require(document, "intermediate_size", int),
         num_heads=heads,
         num_kv_heads=int(document.get("num_key_value_heads") or heads),
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         vocab_size=_require(document, "vocab_size", int),
         max_context=_require(document, "max_position_embeddings", int),
-        rope_base=float(rope.get("rope_theta") or document.get("rope_theta") or 10000.0),
-        rope_dim=int(int(head_dim) * float(rope.get("partial_rotary_factor") or document.get("partial_rotary_factor") or 1.0)),
+        rope_base=float(rope.get("rope_theta") or 10000.0),
+        rope_dim=int(head_dim * float(rope.get("partial_rotary_factor") or 1.0)),
         rms_eps=_require(document, "rms_norm_eps", float),
         rope_interleaved=False,
         rope_scaling=_hf_rope_scaling(rope, int(document["max_position_embeddings"])),

@@ -6,6 +6,7 @@ three seconds over a 49,152-token vocabulary, which a user waits for. The types'
 those of the `gguf` package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import itertools
 import math
 import mmap
 import struct
@@ -26,7 +27,8 @@ VERSIONS = (2, 3)  # version 1 had 32-bit counts and no longer occurs
 MAX_DIMS = 4
 MAX_NAME_BYTES = 65535
 STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+INTEGERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 10: "<u8", 11: "<i8"}
+SCALARS = {**INTEGERS, 6: "<f4", BOOL: "?", 12: "<f8"}
 MIN_KEY_BYTES = 8 + 4 + 1  # the least that a metadata entry, and a tensor's entry, can occupy
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 
@@ -60,7 +62,8 @@ class _Cursor:
         """Moves past `nbytes` and returns where they start."""
         start = self.offset
         if nbytes > len(self.data) - start:
-            raise self.fail(f"truncated: {what} at byte {start} needs {nbytes} bytes, {len(self.data) - start} are left")
+            left = len(self.data) - start
+            raise self.fail(f"truncated: {what} at byte {start} needs {nbytes} bytes, {left} are left")
         self.offset = start + nbytes
         return start
 
@@ -152,7 +155,8 @@ class GGUFFile:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ModelFileError(self.path, f"the metadata's {key} is of type {type(value).__name__}, expected {kind.__name__}")
+            got = type(value).__name__
+            raise ModelFileError(self.path, f"the metadata's {key} is of type {got}, expected {kind.__name__}")
         return value
 
     def get(self, key: str, kind: type[T], default: T) -> T:
@@ -179,7 +183,8 @@ class GGUFFile:
         try:
             values = dequantize(self.raw(name), GGMLQuantizationType[info.type_name])
         except NotImplementedError:
-            raise ModelFileError(self.path, f"tensor {name} is stored as {info.type_name}, which cannot be read") from None
+            problem = f"tensor {name} is stored as {info.type_name}, which cannot be read"
+            raise ModelFileError(self.path, problem) from None
         return np.ascontiguousarray(values, np.float32).reshape(info.shape)
 
 
@@ -231,7 +236,8 @@ def _read_tensor_table(cursor: _Cursor, count: int, alignment: int) -> dict[str,
         if entry.offset % alignment:
             raise cursor.fail(f"corrupt: tensor {_quote(entry.name)} is not aligned to {alignment} bytes")
         if end > len(cursor.data):
-            raise cursor.fail(f"truncated: tensor {_quote(entry.name)} ends at byte {end}, the file at {len(cursor.data)}")
+            size = len(cursor.data)
+            raise cursor.fail(f"truncated: tensor {_quote(entry.name)} ends at byte {end}, the file at {size}")
         tensors[entry.name] = TensorInfo(entry.name, entry.type_name, entry.shape, start + entry.offset, entry.nbytes)
     _check_overlap(cursor, list(tensors.values()))
     return tensors
@@ -243,7 +249,8 @@ def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
     dims = cursor.u32(f"the dimension count of {_quote(name)}")
     if not 1 <= dims <= MAX_DIMS:
         raise cursor.fail(f"corrupt: tensor {_quote(name)} has {dims} dimensions")
-    shape = tuple(cursor.u64(f"a dimension of {_quote(name)}") for _ in range(dims))[::-1]  # stored fastest dimension first
+    stored = [cursor.u64(f"a dimension of {_quote(name)}") for _ in range(dims)]
+    shape = tuple(reversed(stored))  # the file has the fastest dimension first
     code, offset = cursor.u32(f"the type of {_quote(name)}"), cursor.u64(f"the offset of {_quote(name)}")
     if code not in GGMLQuantizationType._value2member_map_:
         raise cursor.fail(f"tensor {_quote(name)} has the unknown type {code}")
@@ -256,6 +263,6 @@ def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
 
 def _check_overlap(cursor: _Cursor, tensors: list[TensorInfo]) -> None:
     tensors.sort(key=lambda t: t.offset)
-    for before, after in zip(tensors, tensors[1:], strict=False):
+    for before, after in itertools.pairwise(tensors):
         if before.offset + before.nbytes > after.offset:
             raise cursor.fail(f"corrupt: the data of tensors {_quote(before.name)} and {_quote(after.name)} overlap")

