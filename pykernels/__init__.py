@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .kv_cache import PagedKVCache
 from .ops.decode import merge_attention_states, paged_decode_attention
 from .ops.kv_cache import append_kv, copy_pages, gather_kv, rope_append_kv
 from .ops.norm import rms_norm
@@ -11,6 +12,7 @@ from .registry import backends
 __version__ = "0.1.0"
 
 __all__ = [
+    "PagedKVCache",
     "append_kv",
     "backends",
     "copy_pages",

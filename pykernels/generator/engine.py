@@ -1,0 +1,228 @@
+"""The engine: continuous batching over two visible phases, `prefill` and `decode`.
+
+Requests wait until the cache has pages for their whole life (prompt and longest output), so that nothing that was begun
+ever runs out of memory. Prompts are computed in chunks; every step leaves a record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..kv_cache import PagedKVCache
+from ..models.decoder import Buffers, Decoder, StepInputs
+from ..roofline.records import StepRecord
+from .costs import StepCost
+from .graph import DecodeStep, plans_enabled, timed_forward
+from .request import Request
+from .sampler import Sampler
+
+CHUNK = 256  # prompt tokens a step: activations stay in the cache, and prefill speed is flat from 128 to 1024
+
+
+class Engine:
+    """Runs requests on one decoder and one paged KV cache."""
+
+    def __init__(
+        self, decoder: Decoder, cache: PagedKVCache, *, max_batch: int, chunk: int = CHUNK, use_plan: bool | None = None
+    ) -> None:
+        self.decoder, self.cache = decoder, cache
+        self.max_batch, self.chunk = max_batch, chunk
+        self.max_pages = -(-decoder.config.max_context // cache.page_size)
+        on_cpu = decoder.backend in ("auto", "cpu")
+        self.use_plan = on_cpu and (plans_enabled() if use_plan is None else use_plan)
+        self.cost = StepCost(decoder, cache)
+        self.steps: list[StepRecord] = []
+        self._prefill_buffers: Buffers | None = None
+        self._decode_steps: dict[int, DecodeStep] = {}
+        self._sampler: Sampler | None = None
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    # ---- life of a request ------------------------------------------------------------------------------------
+    def submit(self, request: Request) -> None:
+        """Queues a request. ValueError when it can never fit."""
+        limit, needed = self.decoder.config.max_context, len(request.prompt_ids)
+        if needed == 0:
+            raise ValueError("the prompt is empty: there is nothing to continue")
+        if needed >= limit:
+            raise ValueError(f"the prompt has {needed} tokens, the model's context is {limit}")
+        pages = self._pages_for(request)
+        if pages > self.cache.num_pages:
+            raise ValueError(
+                f"the request needs {pages} pages of {self.cache.page_size} tokens, "
+                f"the KV cache has {self.cache.num_pages}"
+            )
+        self.waiting.append(request)
+
+    def _budget(self, request: Request) -> int:
+        """Tokens that the request may come to hold in the cache."""
+        return min(len(request.prompt_ids) + request.params.max_new_tokens, self.decoder.config.max_context)
+
+    def _pages_for(self, request: Request) -> int:
+        return -(-self._budget(request) // self.cache.page_size)
+
+    def _admit(self) -> list[Request]:
+        """Moves waiting requests, in order, into the running batch as far as pages and rows allow."""
+        admitted: list[Request] = []
+        reserved = sum(self._pages_for(r) for r in self.running)
+        while self.waiting and len(self.running) < self.max_batch:
+            reserved += self._pages_for(self.waiting[0])
+            if reserved > self.cache.num_pages:
+                break
+            request = self.waiting.popleft()
+            request.sequence = self.cache.add_sequence()
+            self.running.append(request)
+            admitted.append(request)
+        return admitted
+
+    def _retire(self) -> None:
+        for request in self.running:
+            if request.done and request.sequence is not None:
+                self.cache.free(request.sequence)
+                request.sequence = None
+        self.running = [r for r in self.running if not r.done]
+
+    def cancel(self) -> None:
+        """Drops everything that waits or runs and gives its pages back."""
+        self.waiting.clear()
+        for request in self.running:
+            request.finish_reason = request.finish_reason or "cancelled"
+        self._retire()
+
+    def run(self) -> Iterator[tuple[Request, str]]:
+        """Until nothing is left: yields each request's new text, once per token."""
+        while self.waiting or self.running:
+            admitted = self._admit()
+            if admitted:
+                yield from self.prefill(admitted)
+            else:
+                yield from self.decode(self.running)
+            self._retire()
+
+    # ---- the two phases -----------------------------------------------------------------------------------------
+    def prefill(self, requests: Sequence[Request]) -> Iterator[tuple[Request, str]]:
+        """Computes the prompts in chunks and samples each request's first token."""
+        pending = list(requests)
+        while pending:
+            work = self._chunks(pending)
+            logits, finished = self._prefill_step(work)
+            if finished:
+                yield from self._sample(finished, logits)
+            pending = [r for r in pending if r.computed < len(r.prompt_ids)]
+
+    def _chunks(self, pending: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Which requests advance in the next step, by how many tokens."""
+        work, room = [], self.chunk
+        for request in pending:
+            count = min(room, len(request.prompt_ids) - request.computed)
+            if count > 0:
+                work.append((request, count))
+                room -= count
+        return work
+
+    def _prefill_step(self, work: Sequence[tuple[Request, int]]) -> tuple[torch.Tensor, list[Request]]:
+        started = time.perf_counter()
+        if self._prefill_buffers is None:
+            decoder = self.decoder
+            self._prefill_buffers = Buffers(
+                decoder.config, decoder.precision, self.chunk, min(self.chunk, self.max_batch)
+            )
+        inputs, finished, contexts = self._prefill_inputs(work)
+        kernels = timed_forward(self.decoder, inputs, self.cache, self._prefill_buffers)
+        for request, count in work:
+            request.computed += count
+        counts = [count for _, count in work]
+        self._record("prefill", started, kernels, counts, contexts, len(finished))
+        return self._prefill_buffers.logits[: len(finished)], finished
+
+    def _prefill_inputs(self, work: Sequence[tuple[Request, int]]) -> tuple[StepInputs, list[Request], list[int]]:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[torch.Tensor] = []
+        ends, rows, finished, contexts = [0], [], [], []
+        for request, count in work:
+            begin, end = request.computed, request.computed + count
+            ids += request.prompt_ids[begin:end]
+            positions += range(begin, end)
+            slots.append(self.cache.append(self._sequence(request), count))
+            ends.append(len(ids))
+            contexts.append(end)
+            if end == len(request.prompt_ids):
+                rows.append(len(ids) - 1)
+                finished.append(request)
+        table, lengths = self.cache.tables([self._sequence(r) for r, _ in work])
+        inputs = StepInputs(
+            ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.cat(slots),
+            block_table=table,
+            seqlens_k=lengths,
+            cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
+            max_seqlen_q=max(count for _, count in work),
+            logit_rows=torch.tensor(rows, dtype=torch.int64),
+        )
+        return inputs, finished, contexts
+
+    def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, str]]:
+        """One more token for each request."""
+        started = time.perf_counter()
+        batch = len(requests)
+        step = self._decode_steps.get(batch)
+        if step is None:
+            step = self._decode_steps[batch] = DecodeStep(
+                self.decoder, self.cache, batch, self.max_pages, self.use_plan
+            )
+        inputs = step.inputs
+        for row, request in enumerate(requests):
+            inputs.ids[row] = request.output_ids[-1]
+            inputs.positions[row] = request.length - 1
+            inputs.slot_mapping[row : row + 1] = self.cache.append(self._sequence(request), 1)
+        table, lengths = self.cache.tables([self._sequence(r) for r in requests])
+        inputs.block_table[:, : table.shape[1]] = table
+        inputs.seqlens_k.copy_(lengths)
+        kernels = step.run()
+        contexts = [r.length for r in requests]
+        self._record("decode", started, kernels, [1] * batch, contexts, batch)
+        yield from self._sample(list(requests), step.buffers.logits)
+
+    def _sequence(self, request: Request) -> int:
+        if request.sequence is None:
+            raise RuntimeError("the request has no sequence in the cache")
+        return request.sequence
+
+    # ---- after a step -------------------------------------------------------------------------------------------
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[tuple[Request, str]]:
+        started = time.perf_counter()
+        if self._sampler is None or self._sampler.requests != tuple(requests):
+            self._sampler = Sampler(requests, self.decoder.backend)
+        events = []
+        for request, (token, logprob) in zip(requests, self._sampler.sample(logits), strict=True):
+            piece = request.accept(token, logprob)
+            if request.length >= self.decoder.config.max_context and not request.done:
+                request.finish_reason = "length"
+            events.append((request, piece))
+        last = self.steps[-1]
+        last.seconds += time.perf_counter() - started
+        return events
+
+    def _record(
+        self, phase: str, started: float, kernels: float, counts: list[int], contexts: list[int], logit_rows: int
+    ) -> None:
+        flops, nbytes = self.cost(counts, contexts, logit_rows)
+        self.steps.append(
+            StepRecord(
+                phase=phase,
+                tokens=sum(counts),
+                batch=len(counts),
+                context=max(contexts),
+                start=started,
+                seconds=time.perf_counter() - started,
+                kernel_seconds=kernels,
+                bytes=nbytes,
+                flops=flops,
+            )
+        )

@@ -1,0 +1,217 @@
+"""`PagedKVCache`: pages, block tables, reference counts, formats, and memory accounting.
+
+Keys and values of a token live in one slot of a page; a sequence is a list of pages. Pages are reference-counted: a fork
+shares them, and the first append into a shared page copies it (PagedAttention: Kwon et al., 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .ops.kv_cache import copy_pages
+
+FORMATS: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+SCALE_BYTES = 4  # one float32 per (token, kv head), for K and for V, of a quantised cache
+
+
+class CacheFullError(RuntimeError):
+    """There are not enough free pages. Nothing was written and nothing is lost."""
+
+
+def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Cache bytes of one token: `2 x layers x kv_heads x head_dim x bytes`, and the scales of a quantised cache."""
+    per_head = head_dim * dtype.itemsize + (SCALE_BYTES if dtype.itemsize == 1 else 0)
+    return 2 * num_layers * num_kv_heads * per_head
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer's memory: caches `[num_pages, page_size, num_kv_heads, head_dim]`, scales without the last dimension."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+@dataclass
+class _Sequence:
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in fixed memory.
+
+    Args:
+        num_pages, page_size: how many pages of how many tokens.
+        num_layers, num_kv_heads, head_dim: of the model.
+        dtype: "auto" (bfloat16), "float32", "float16", "bfloat16", "int8", "fp8_e4m3", or the torch dtype. Quantised
+            caches keep one float32 scale per (token, kv head).
+        device: where the pages are.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+    ) -> None:
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
+        for name, value in (sizes | {"num_kv_heads": num_kv_heads, "head_dim": head_dim}).items():
+            if value < 1:
+                raise ValueError(f"PagedKVCache: {name} must be at least 1, got {value}")
+        self.dtype = _dtype(dtype)
+        self.num_pages, self.page_size = num_pages, page_size
+        self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim
+        shape = (num_pages, page_size, num_kv_heads)
+
+        def layer() -> LayerPages:
+            k, v = (torch.empty((*shape, head_dim), dtype=self.dtype, device=device) for _ in range(2))
+            if self.dtype.itemsize > 1:
+                return LayerPages(k, v, None, None)
+            return LayerPages(k, v, torch.empty(shape, device=device), torch.empty(shape, device=device))
+
+        self._layers = [layer() for _ in range(num_layers)]
+        self._references = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_id = 0
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+    def layer(self, index: int) -> LayerPages:
+        return self._layers[index]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return bytes_per_token(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages and scales."""
+        return self.num_pages * self.page_size * self.bytes_per_token
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    # ---- sequences ----------------------------------------------------------------------------------------------
+    def add_sequence(self) -> int:
+        """A new, empty sequence; returns its id."""
+        sequence, self._next_id = self._next_id, self._next_id + 1
+        self._sequences[sequence] = _Sequence()
+        return sequence
+
+    def length(self, sequence: int) -> int:
+        """Tokens in a sequence."""
+        return self._get(sequence).length
+
+    def pages(self, sequence: int) -> tuple[int, ...]:
+        """The pages of a sequence, in order."""
+        return tuple(self._get(sequence).pages)
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens, sharing the pages; returns its id."""
+        source = self._get(sequence)
+        copy = self.add_sequence()
+        self._sequences[copy] = _Sequence(source.length, list(source.pages))
+        for page in source.pages:
+            self._references[page] += 1
+        return copy
+
+    def free(self, sequence: int) -> None:
+        """Forgets a sequence; its pages are reused once no other sequence reads them."""
+        for page in reversed(self._get(sequence).pages):
+            self._release(page)
+        del self._sequences[sequence]
+
+    def append(self, sequence: int, tokens: int) -> torch.Tensor:
+        """Room for `tokens` more tokens: their slots, int64 `[tokens]`, for `append_kv`.
+
+        Raises:
+            CacheFullError: not enough free pages; the sequence is as it was.
+        """
+        if tokens < 0:
+            raise ValueError(f"PagedKVCache: tokens must be at least 0, got {tokens}")
+        state, size = self._get(sequence), self.page_size
+        start, end = state.length, state.length + tokens
+        grown = -(-end // size) - len(state.pages)
+        shared = tokens > 0 and start % size != 0 and self._references[state.pages[-1]] > 1
+        if grown + shared > len(self._free):
+            raise CacheFullError(
+                f"PagedKVCache: {tokens} more tokens need {grown + shared} pages of {size}, {len(self._free)} are free"
+            )
+        if shared:
+            self._unshare(state)
+        state.pages += [self._take() for _ in range(grown)]
+        state.length = end
+        if tokens == 1:
+            return torch.tensor([state.pages[start // size] * size + start % size])
+        positions = torch.arange(start, end)
+        return torch.tensor(state.pages, dtype=torch.int64)[positions // size] * size + positions % size
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Drops the tokens after the first `length`, as after a rejected draft."""
+        state = self._get(sequence)
+        if not 0 <= length <= state.length:
+            raise ValueError(f"PagedKVCache: length must be in [0, {state.length}], got {length}")
+        keep = -(-length // self.page_size)
+        for page in reversed(state.pages[keep:]):
+            self._release(page)
+        del state.pages[keep:]
+        state.length = length
+
+    def tables(self, sequences: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`block_table` int32 `[batch, max_pages]` (padded with -1) and `seqlens_k` int32 `[batch]`."""
+        states = [self._get(s) for s in sequences]
+        width = max((len(s.pages) for s in states), default=0)
+        rows = [s.pages + [-1] * (width - len(s.pages)) for s in states]
+        table = torch.tensor(rows, dtype=torch.int32).view(len(states), width)
+        return table, torch.tensor([s.length for s in states], dtype=torch.int32)
+
+    def _get(self, sequence: int) -> _Sequence:
+        if sequence not in self._sequences:
+            raise ValueError(f"PagedKVCache: there is no sequence {sequence}")
+        return self._sequences[sequence]
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._free.append(page)
+
+    def _unshare(self, state: _Sequence) -> None:
+        """Replaces the sequence's last page, which others read, by a copy of its own."""
+        shared, own = state.pages[-1], self._take()
+        for layer in self._layers:
+            device = layer.k_cache.device
+            source, target = (torch.tensor([page], device=device) for page in (shared, own))
+            copy_pages(layer.k_cache, layer.v_cache, source, target, k_scale=layer.k_scale, v_scale=layer.v_scale)
+        state.pages[-1] = own
+        self._release(shared)
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16
+    found = FORMATS.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in FORMATS.values():
+        raise ValueError(f"PagedKVCache: dtype must be auto or one of {', '.join(FORMATS)}, got {dtype!r}")
+    return found

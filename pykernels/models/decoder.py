@@ -1,0 +1,227 @@
+"""The Llama decoder on our ops: packed weights, working buffers, and one forward pass for both phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..kv_cache import PagedKVCache
+from ..ops.activation import gated_activation
+from ..ops.decode import paged_decode_attention
+from ..ops.kv_cache import rope_append_kv
+from ..ops.linear import PackedWeight, embedding, linear, pack_weight
+from ..ops.norm import rms_norm
+from ..ops.prefill import paged_prefill_attention
+from .config import ModelConfig, inv_freq
+from .weights import LayerWeights, ModelWeights, WeightSource
+
+WEIGHT_MODES = ("auto", "float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a decoder computes.
+
+    `weights`: "auto" keeps the file's format (blocks stay quantised in memory), otherwise the format to convert to.
+    `activations`: "int8" quantises them per group of 32 in front of quantised weights, "float" never.
+    `attention`: dtype of queries and, unless the cache is quantised, of keys and values.
+    """
+
+    weights: str = "auto"
+    activations: str = "int8"
+    attention: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHT_MODES:
+            raise ValueError(f"weights must be one of {', '.join(WEIGHT_MODES)}, got {self.weights!r}")
+        if self.activations not in ("int8", "float"):
+            raise ValueError(f"activations must be int8 or float, got {self.activations!r}")
+
+
+EXACT = Precision(weights="float32", activations="float", attention=torch.float32)
+
+
+@dataclass
+class StepInputs:
+    """What one forward pass works on; the tensors may be views of longer-lived buffers.
+
+    T tokens of B sequences. Decode: T == B and `cu_seqlens_q` is None.
+    """
+
+    ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # int64 [T]
+    block_table: torch.Tensor  # int32 [B, max_pages_per_seq]
+    seqlens_k: torch.Tensor  # int32 [B], with this step's tokens
+    cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]
+    max_seqlen_q: int = 1
+    logit_rows: torch.Tensor | None = None  # int64: rows whose logits are wanted; None is all
+
+
+class Buffers:
+    """Working memory of a forward pass over at most `tokens` tokens, `rows` of which want logits."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, tokens: int, rows: int) -> None:
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+
+        def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        self.tokens, self.rows = tokens, rows
+        self.x = floats(tokens, config.hidden_size)
+        self.normed = floats(tokens, config.hidden_size)
+        self.qkv = floats(tokens, (heads + 2 * kv_heads) * dim)
+        self.q = floats(tokens, heads, dim, dtype=precision.attention)
+        self.attention = floats(tokens, heads, dim, dtype=precision.attention)
+        self.gate_up = floats(tokens, 2 * config.intermediate_size)
+        self.hidden = floats(tokens, config.intermediate_size)
+        self.last = floats(rows, config.hidden_size)
+        self.logits = floats(rows, config.vocab_size)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    attn_norm: torch.Tensor
+    qkv: PackedWeight
+    o: PackedWeight
+    ffn_norm: torch.Tensor
+    gate_up: PackedWeight
+    down: PackedWeight
+
+
+class Decoder:
+    """Weights packed for the kernels, and `forward`."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, precision: Precision, backend: str = "auto") -> None:
+        self.config, self.precision, self.backend = config, precision, backend
+        self.inv_freq = inv_freq(config)
+        self.window = (-1, -1) if config.sliding_window is None else (config.sliding_window - 1, 0)
+        self.layers = [self._pack_layer(layer) for layer in weights.layers]
+        self.final_norm = weights.final_norm.float32()
+        self.embedding = self._pack([weights.embedding])
+        self.head = self.embedding if weights.head is weights.embedding else self._pack([weights.head])
+
+    def _pack_layer(self, layer: LayerWeights) -> PackedLayer:
+        return PackedLayer(
+            attn_norm=layer.attn_norm.float32(),
+            qkv=self._pack([layer.q, layer.k, layer.v]),
+            o=self._pack([layer.o]),
+            ffn_norm=layer.ffn_norm.float32(),
+            gate_up=self._pack([layer.gate, layer.up]),
+            down=self._pack([layer.down]),
+        )
+
+    def _pack(self, sources: Sequence[WeightSource]) -> PackedWeight:
+        """One matrix of the rows of several, so that one call reads them all."""
+        wanted = self.precision.weights
+        same = len({s.format for s in sources}) == 1
+        if wanted == "auto" and same:
+            parts = [PackedWeight.from_plain(s.raw(), s.format, s.shape) for s in sources]
+            return PackedWeight.concat(parts).to_layout("rows16")
+        rows = torch.cat([s.float32() for s in sources])
+        return pack_weight(rows, "float32" if wanted == "auto" else wanted).to_layout("rows16")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory."""
+        seen = {id(w): w.nbytes for w in self.matrices()}
+        norms = [self.final_norm, *(n for layer in self.layers for n in (layer.attn_norm, layer.ffn_norm))]
+        return sum(seen.values()) + sum(n.nbytes for n in norms)
+
+    def matrices(self) -> list[PackedWeight]:
+        """Every matrix in the order in which a forward pass reads it."""
+        layers = [w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return [self.embedding, *layers, self.head]
+
+    def _activations(self, weight: PackedWeight) -> str:
+        quantised = weight.format in ("q4_0", "q4_1", "q8_0", "int8")
+        return self.precision.activations if quantised else "float"
+
+    def _linear(
+        self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> None:
+        linear(x, weight, residual=residual, activations=self._activations(weight), out=out, backend=self.backend)
+
+    def forward(self, step: StepInputs, cache: PagedKVCache, buffers: Buffers) -> torch.Tensor:
+        """Logits of the wanted rows, float32 `[rows, vocab]`, in `buffers.logits`. Keys and values go to the cache."""
+        tokens = step.ids.shape[0]
+        x, normed = buffers.x[:tokens], buffers.normed[:tokens]
+        embedding(step.ids, self.embedding, out=x, backend=self.backend)
+        for index, layer in enumerate(self.layers):
+            rms_norm(x, layer.attn_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
+            attended = self._attention(index, layer, normed, step, cache, buffers)
+            self._linear(attended, layer.o, out=x, residual=x)
+            rms_norm(x, layer.ffn_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
+            gate_up, hidden = buffers.gate_up[:tokens], buffers.hidden[:tokens]
+            self._linear(normed, layer.gate_up, out=gate_up)
+            gated_activation(gate_up, kind="silu", out=hidden, backend=self.backend)
+            self._linear(hidden, layer.down, out=x, residual=x)
+        if step.logit_rows is not None:
+            rows = step.logit_rows.shape[0]
+            x = torch.index_select(x, 0, step.logit_rows, out=buffers.last[:rows])
+        rows = x.shape[0]
+        rms_norm(x, self.final_norm, eps=self.config.rms_eps, out=buffers.normed[:rows], backend=self.backend)
+        self._linear(buffers.normed[:rows], self.head, out=buffers.logits[:rows])
+        return buffers.logits[:rows]
+
+    def _attention(
+        self,
+        index: int,
+        layer: PackedLayer,
+        normed: torch.Tensor,
+        step: StepInputs,
+        cache: PagedKVCache,
+        buffers: Buffers,
+    ) -> torch.Tensor:
+        """Attention of one layer, `[tokens, num_heads * head_dim]`; this step's keys and values are appended first."""
+        config, tokens = self.config, normed.shape[0]
+        qkv = buffers.qkv[:tokens]
+        self._linear(normed, layer.qkv, out=qkv)
+        heads = qkv.view(tokens, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        rotated, out = buffers.q[:tokens], buffers.attention[:tokens]
+        pages = cache.layer(index)
+        rope_append_kv(
+            q,
+            k,
+            v,
+            step.positions,
+            self.inv_freq,
+            pages.k_cache,
+            pages.v_cache,
+            step.slot_mapping,
+            interleaved=config.rope_interleaved,
+            scale=config.rope_scale,
+            k_scale=pages.k_scale,
+            v_scale=pages.v_scale,
+            out=rotated,
+            backend=self.backend,
+        )
+        common = {
+            "block_table": step.block_table,
+            "seqlens_k": step.seqlens_k,
+            "k_scale": pages.k_scale,
+            "v_scale": pages.v_scale,
+            "window_size": self.window,
+            "out": out,
+            "backend": self.backend,
+        }
+        if step.cu_seqlens_q is None:
+            paged_decode_attention(rotated, pages.k_cache, pages.v_cache, **common)
+        else:
+            paged_prefill_attention(
+                rotated,
+                pages.k_cache,
+                pages.v_cache,
+                cu_seqlens_q=step.cu_seqlens_q,
+                max_seqlen_q=step.max_seqlen_q,
+                max_seqlen_k=step.block_table.shape[1] * cache.page_size,
+                **common,
+            )
+        return out.view(tokens, config.num_heads * config.head_dim)

@@ -1,0 +1,119 @@
+"""torch.library: opcheck and torch.compile(fullgraph=True) for every op, dispatch and its reasons, recorded plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pykernels as pk
+from pykernels import native, registry
+from pykernels.contract import OPS, Op
+from pykernels.library import call, observed
+from pykernels.testing.factories import cases
+
+
+def distinct(args: dict[str, Any]) -> dict[str, Any]:
+    """Arguments without shared memory or poison: opcheck compares outputs, and NaN differs from itself."""
+    return {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in args.items()}
+
+
+def first_case(op: Op) -> dict[str, Any]:
+    return distinct(next(iter(cases(op.name, "smoke"))).args())
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_opcheck(op: Op) -> None:
+    args = first_case(op)
+    overload = getattr(torch.ops.pykernels, op.name).default
+    result = torch.library.opcheck(overload, (*args.values(), "cpu"), raise_exception=False)
+    assert set(result.values()) == {"SUCCESS"}, result
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_compiles_without_a_graph_break_and_gives_the_same_bits(op: Op) -> None:
+    names = list(first_case(op))
+
+    def step(*values: Any) -> list[torch.Tensor]:
+        args = dict(zip(names, values, strict=True))
+        call(op, "auto", **args)
+        return [args[t.name] for t in op.tensors if t.mutated and args[t.name] is not None]
+
+    eager = step(*first_case(op).values())
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*first_case(op).values())
+    for a, b in zip(eager, compiled, strict=True):
+        assert torch.equal(a.float().nan_to_num(nan=7.0), b.float().nan_to_num(nan=7.0))
+
+
+def test_an_explicit_backend_is_that_backend_or_an_error_with_its_reasons() -> None:
+    x, w = torch.ones(2, 8, device="meta"), torch.ones(8, device="meta")
+    with pytest.raises(
+        NotImplementedError, match=r"rms_norm: no backend can serve this call \(cpu: tensors are on meta"
+    ):
+        pk.rms_norm(x, w, eps=1e-5, out=torch.empty_like(x), backend="cpu")
+    with pytest.raises(NotImplementedError, match="no backend serves meta tensors"):
+        registry.resolve(OPS["rms_norm"], {"x": x}, "auto")
+
+
+def test_an_unknown_backend_is_a_value_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"backend must be one of auto, cpu, .*reference, got 'gpu'"):
+        pk.rms_norm(torch.ones(2, 8), torch.ones(8), eps=1e-5, backend="gpu")
+
+
+def test_auto_never_picks_the_reference() -> None:
+    assert all("reference" not in names for names in registry._AUTO.values())
+
+
+def test_backends_tells_why_one_is_missing() -> None:
+    found = pk.backends()
+    assert found["cpu"]
+    for state in found.values():
+        assert bool(state) or state.reasons
+
+
+def test_an_observer_sees_every_op_and_its_arguments() -> None:
+    seen: list[str] = []
+
+    def observer(op: Op, args: Any, run: Any) -> None:
+        assert args["x"].shape == (2, 8)
+        seen.append(op.name)
+        run()
+
+    with observed(observer):
+        pk.rms_norm(torch.ones(2, 8), torch.ones(8), eps=1e-5)
+    pk.rms_norm(torch.ones(2, 8), torch.ones(8), eps=1e-5)
+    assert seen == ["rms_norm"]
+
+
+def test_a_recorded_plan_gives_the_bits_of_the_ops_and_follows_its_buffers() -> None:
+    x, w = torch.randn(3, 64), torch.randn(64)
+    out = torch.full((3, 64), float("nan"))
+    with native.record() as plan:
+        pk.rms_norm(x, w, eps=1e-5, out=out, backend="cpu")
+    assert len(plan) == 1
+    assert out.isnan().all(), "recording must not run the op"
+    for _ in range(2):
+        x.copy_(torch.randn(3, 64))
+        plan.run()
+        assert torch.equal(out, pk.rms_norm(x, w, eps=1e-5))
+    assert len(plan.run_timed()) == 1
+
+
+def test_recording_ends_even_when_the_body_raises() -> None:
+    with pytest.raises(RuntimeError), native.record():
+        raise RuntimeError
+    assert not pk.rms_norm(torch.ones(1, 8), torch.ones(8), eps=0.0).isnan().any()
+
+
+def test_native_signatures_follow_the_contract() -> None:
+    """The binding takes exactly the contract's arguments, in its order: a wrong count would shift them silently."""
+    module = native.module()
+    for op in OPS.values():
+        text = getattr(module, op.name).__doc__.splitlines()[0]
+        kinds = [part.split(":")[1].strip() for part in text[text.index("(") + 1 : text.rindex(")")].split(", ")]
+        expected = {int: "int", float: "float", bool: "bool", str: "str"}
+        assert len(kinds) == len(op.args), text
+        for kind, arg in zip(kinds, op.args, strict=True):
+            want = "Tensor" if not hasattr(arg, "type") else expected[arg.type]
+            assert want in kind, (op.name, arg.name, kind)
