@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "../cpu/ceilings.h"
 #include "../cpu/kernels.h"
 #include "../cpu/plan.h"
 #include "../cpu/simd.h"
@@ -94,6 +95,22 @@ void register_plan(py::module_& m) {
   m.def("default_threads", default_threads);
 }
 
+void register_ceilings(py::module_& m) {
+  m.def("compute_kinds", compute_kinds);
+  m.def("probe_read", [](int64_t bytes_per_thread, int threads, int samples, double seconds) {
+    py::gil_scoped_release release;
+    return probe_read(bytes_per_thread, {threads, samples, seconds});
+  });
+  m.def("probe_copy", [](int64_t bytes_per_thread, int threads, int samples, double seconds) {
+    py::gil_scoped_release release;
+    return probe_copy(bytes_per_thread, {threads, samples, seconds});
+  });
+  m.def("probe_compute", [](const std::string& kind, int threads, int samples, double seconds) {
+    py::gil_scoped_release release;
+    return probe_compute(kind, {threads, samples, seconds});
+  });
+}
+
 }  // namespace
 }  // namespace pk
 
@@ -105,4 +122,5 @@ PYBIND11_MODULE(PK_MODULE, m) {
   pk::register_linear(m);
   pk::register_pointwise(m);
   pk::register_plan(m);
+  pk::register_ceilings(m);
 }
