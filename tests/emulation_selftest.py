@@ -11,7 +11,8 @@ from pykernels.testing import emulation
 from pykernels.testing.emulation_build import ROOT, Library
 
 FOLDER = "csrc/emulation/selftest"
-LIBRARY = Library("selftest", tuple(f"{FOLDER}/{name}.cu" for name in ("fragments",)))
+NAMES = ("fragments", "faults", "faults_memory", "faults_barrier", "faults_hopper", "attention_sm80", "attention_sm90")
+LIBRARY = Library("selftest", tuple(f"{FOLDER}/{name}.cu" for name in NAMES))
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Matrix instructions of the emulation against layouts written straight from the PTX manual's tables.
 
-Every table here is a function of (lane, i): row and column of the i-th element of a fragment, elements counted from the low
-bits of the first register. The emulation's own index arithmetic is not used.
+Every table here is a function of (lane, i): row and column of the i-th element of a fragment, elements counted from the
+low bits of the first register. The emulation's own index arithmetic is not used.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def test_stmatrix_stores_each_threads_pair(lib, transposed):
     assert np.array_equal(ti.numpy().view(np.uint16), expected)
 
 
-# Shared-memory operands. `span`: bytes of a row of the swizzle pattern, 16 for none. In row r of the pattern the 16-byte chunk c
-# lies at c XOR (the number of the 128-byte line that holds r, modulo the chunks of a row).
+# Shared-memory operands. `span`: bytes of a row of the swizzle pattern, 16 for none. In row r of the pattern the 16-byte
+# chunk c lies at c XOR (the number of the 128-byte line that holds r, modulo the chunks of a row).
 LAYOUT_BITS = {128: 1, 64: 2, 32: 3, 16: 0}
 
 
@@ -183,7 +183,7 @@ def descriptor(start: int, leading: int, stride: int, span: int) -> int:
 
 
 def k_major(matrix: torch.Tensor, span: int, first_chunk: int, image: np.ndarray, base: int) -> int:
-    """Writes [rows, 16] at byte `base`, its k at `first_chunk` of each row; the descriptor relative to shared memory."""
+    """Writes [rows, 16] at byte `base`, its k at `first_chunk` of each row; gives the descriptor."""
     bits = matrix.view(torch.uint16).numpy()
     for r, chunk in np.ndindex(matrix.shape[0], 2):
         if span == 16:  # 8 x 16 byte core matrices: k chunks `leading` apart, groups of 8 rows `stride` apart

@@ -180,6 +180,7 @@ class Block {
   void prepare(uint3 index);
   void release();
   void report_stuck();
+  void report_unfinished();
 
   Context scheduler;
   std::vector<uint64_t> ready;

@@ -1,6 +1,7 @@
 // Runs the fibers of a block, and the blocks of a launch.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -14,10 +15,11 @@
 namespace emu {
 namespace {
 
-constexpr size_t kStackBytes = 256 << 10;      // g++ keeps register arrays in memory: a frame may take tens of KiB
-constexpr size_t kSharedLimit = 227 << 10;     // the most an sm_90 block can have
-constexpr size_t kSharedGuard = 64 << 10;      // before and after: catches indices that are off by a tile
-constexpr uint64_t kMaxIdleYields = 4u << 20;  // a spin loop that nobody ends
+constexpr size_t kStackBytes = 256 << 10;   // g++ keeps register arrays in memory: a frame may take tens of KiB
+constexpr size_t kSharedLimit = 227 << 10;  // the most an sm_90 block can have
+constexpr size_t kSharedGuard = 64 << 10;   // before and after: catches indices that are off by a tile
+// A spin loop that nobody ends. Alone, only this block's threads could; with other workers, their blocks might.
+constexpr uint64_t kMaxIdleYieldsAlone = 100'000, kMaxIdleYields = 20'000'000;
 
 thread_local Block* current_block = nullptr;
 thread_local Fiber* current_fiber = nullptr;
@@ -119,7 +121,7 @@ void Block::yield_current(Site where) {
   Fiber* me = current_fiber;
   me->waits_for = "a spin loop";
   me->waits_at = where;
-  if (++idle_yields > kMaxIdleYields) {
+  if (++idle_yields > (settings.workers == 1 ? kMaxIdleYieldsAlone : kMaxIdleYields)) {
     if (!aborted) fault(FaultKind::livelock, where, 0, -1, "a spin loop that no thread ends");
     abort_block();
   }
@@ -231,7 +233,10 @@ void Block::run(const LaunchSpec& launch, uint3 index, uint64_t seed) {
   if (Fiber* first = next()) switch_to(first, scheduler);
   current_fiber = nullptr;
   if (live > 0 && !aborted) report_stuck();
-  if (live > 0) aborted = true;
+  if (live > 0)
+    aborted = true;
+  else if (settings.strict)
+    report_unfinished();
   current_block = nullptr;
   if (settings.profile) profile.finish(counters);
   counters.blocks++;
@@ -269,6 +274,17 @@ void Block::report_stuck() {
   if (!Recorder::instance().first(FaultKind::deadlock, example->waits_at)) return;
   const uint3 b = example->block_index;
   Recorder::instance().record({FaultKind::deadlock, text, example->waits_at, other, {b.x, b.y, b.z}, {groups.front().first}, 1});
+}
+
+// What a block leaves behind that the hardware would let pass: a wrong count shows here even where the order hid it.
+void Block::report_unfinished() {
+  for (const Delivery& d : deliveries) { fault(FaultKind::unawaited_copy, d.where, 0, -1, "the block ends with a bulk copy in flight"); }
+  for (const auto& [address, m] : mbarriers) {
+    if (m.pending == m.expected && m.bytes == 0) continue;
+    fault(FaultKind::mbarrier, m.where, 0, -1,
+          "the block ends within a phase of the mbarrier at shared offset %u: %d of %d arrivals, %lld bytes to come", address,
+          m.expected - m.pending, m.expected, static_cast<long long>(m.bytes));
+  }
 }
 
 void Block::fault(FaultKind kind, Site where, Site other, int other_thread, const char* format, ...) {
@@ -323,7 +339,7 @@ cudaError_t launch(const LaunchSpec& spec) {
   const Config& settings = config();
   std::vector<uint64_t> order(blocks);
   std::iota(order.begin(), order.end(), 0);
-  if (settings.schedule == Schedule::reverse) order.assign(order.rbegin(), order.rend());
+  if (settings.schedule == Schedule::reverse) std::reverse(order.begin(), order.end());
   if (settings.schedule == Schedule::random) {
     uint64_t r = settings.seed * 0x9e3779b97f4a7c15ull | 1;
     for (uint64_t i = blocks; i > 1; i--) {

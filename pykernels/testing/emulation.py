@@ -43,7 +43,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class SiteProfile:
-    """Plain accesses at one source line. Cost: wavefronts (shared) or 32-byte sectors (global); ideal: the fewest possible."""
+    """Plain accesses at one source line.
+
+    Cost: wavefronts (shared) or 32-byte sectors (global); ideal: the fewest that the bytes need.
+    """
 
     file: str
     line: int

@@ -1,17 +1,19 @@
 """Builds CUDA sources for the CPU: the emulation's runtime once, kernels plain or with the memory hooks, by ninja.
 
-Every kernel library comes in two builds. `plain` is fast and checks what goes through the facade; `race` adds the compiler's
-memory hooks, so that every load and store is checked too.
+Every kernel library comes in two builds. `plain` is fast and checks what goes through the facade; `race` adds the
+compiler's memory hooks, so that every load and store is checked too.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import cuda_headers
 
@@ -58,53 +60,41 @@ def _write(libraries: list[Library], portable: bool) -> Path:
     base = BUILD / "portable" if portable else BUILD
     (ROOT / base).mkdir(parents=True, exist_ok=True)
     path = ROOT / base / ("-".join(library.name for library in libraries) + ".ninja")
-    scratch = path.with_suffix(".new")
-    with scratch.open("w") as handle:
-        n = ninja_syntax.Writer(handle)
-        n.variable("builddir", str(base))
-        n.variable("cxx", os.environ.get("CXX", "g++"))
-        n.rule(
-            "compile",
-            "$cxx -MMD -MF $out.d -x c++ $flags -c $in -o $out",
-            depfile="$out.d",
-            deps="gcc",
-            description="CXX $out",
-        )
-        n.rule("link", "$cxx -shared -pthread $in -o $out $flags", description="LINK $out")
-        runtime_flags = f"{COMMON} {includes}"
-        if os.uname().machine == "x86_64":
-            runtime_flags += " -mtls-dialect=gnu2"  # thread-local variables without a call
-        if portable:
-            runtime_flags += " -DEMU_PORTABLE_FIBERS"
-        sources = sorted(p.relative_to(ROOT) for p in (ROOT / "csrc/emulation").glob("*.cpp"))
-        objects = []
-        for source in sources:
-            objects.append(str(base / "runtime" / f"{source.stem}.o"))
-            n.build(
-                objects[-1],
-                "compile",
-                str(source),
-                variables={"flags": runtime_flags + (" -O3" if source.stem in HOT else "")},
-            )
-        # Kernels and runtime may instantiate the same templates: -Bsymbolic keeps the runtime on its own, uninstrumented ones.
-        n.build(str(base / RUNTIME), "link", objects, variables={"flags": "-Wl,-Bsymbolic -ldl"})
-        for library in libraries:
-            _write_library(n, library, base, includes)
-    if not path.exists() or path.read_text() != scratch.read_text():
-        scratch.replace(path)
-    else:
-        scratch.unlink()
+    text = io.StringIO()
+    writer: Any = ninja_syntax.Writer  # its stub takes a str
+    n = writer(text)
+    n.variable("builddir", str(base))
+    n.variable("cxx", os.environ.get("CXX", "g++"))
+    compile_one = "$cxx -MMD -MF $out.d -x c++ $flags -c $in -o $out"
+    n.rule("compile", compile_one, depfile="$out.d", deps="gcc", description="CXX $out")
+    n.rule("link", "$cxx -shared -pthread $in -o $out $flags", description="LINK $out")
+    _write_runtime(n, base, includes, portable)
+    for library in libraries:
+        _write_library(n, library, base, includes)
+    if not path.exists() or path.read_text() != text.getvalue():
+        path.write_text(text.getvalue())
     return path
 
 
-def _write_library(n, library: Library, base: Path, includes: str) -> None:
+def _write_runtime(n: Any, base: Path, includes: str, portable: bool) -> None:
+    flags = f"{COMMON} {includes}" + (" -DEMU_PORTABLE_FIBERS" if portable else "")
+    if os.uname().machine == "x86_64":
+        flags += " -mtls-dialect=gnu2"  # thread-local variables without a call
+    objects = []
+    for source in sorted(p.relative_to(ROOT) for p in (ROOT / "csrc/emulation").glob("*.cpp")):
+        objects.append(str(base / "runtime" / f"{source.stem}.o"))
+        own = f"{flags} -O3" if source.stem in HOT else flags
+        n.build(objects[-1], "compile", str(source), variables={"flags": own})
+    # Kernels and runtime may instantiate the same templates: -Bsymbolic keeps the runtime on its uninstrumented ones.
+    n.build(str(base / RUNTIME), "link", objects, variables={"flags": "-Wl,-Bsymbolic -ldl"})
+
+
+def _write_library(n: Any, library: Library, base: Path, includes: str) -> None:
     for build, hooks in (("plain", ""), ("race", HOOKS)):
         folder = base / build
         objects = []
         for source in (*library.kernels, *library.host):
-            flags = f"{COMMON} {includes} {library.flags}" + (
-                f" {hooks}" if hooks and source in library.kernels else ""
-            )
+            flags = f"{COMMON} {includes} {library.flags} {hooks if source in library.kernels else ''}".rstrip()
             objects.append(str(folder / library.name / (source.replace("/", "_") + ".o")))
             n.build(objects[-1], "compile", source, variables={"flags": flags})
         link = f"-L{base} -lpykernels_emulation -Wl,-rpath,'$$ORIGIN/..'"
@@ -129,9 +119,8 @@ def build(
     command = [str(Path(BIN_DIR) / "ninja"), "-f", str(script.relative_to(ROOT)), "-j", jobs, *targets]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
-        raise RuntimeError(
-            f"building {', '.join(lib.name for lib in libraries)} for the emulation failed:\n{done.stdout[-8000:]}"
-        )
+        names = ", ".join(library.name for library in libraries)
+        raise RuntimeError(f"building {names} for the emulation failed:\n{done.stdout[-8000:]}")
     if "warning:" in done.stdout:
         print(done.stdout, file=sys.stderr)
     return out
