@@ -10,6 +10,21 @@ def wide_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(compute_dtype, torch.float32)
 
 
+def einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """torch.einsum of two tensors that sums over one index.
+
+    In float32 terms are added one after the other: an error budget must not hang on the luck of a library's order, and
+    this is the plainest order that a kernel may choose.
+    """
+    if a.dtype == torch.float64:
+        return torch.einsum(equation, a, b)
+    left, right, out = equation.replace("->", ",").split(",")
+    (summed,) = set(left) & set(right) - set(out)
+    term = f"{left.replace(summed, '')},{right.replace(summed, '')}->{out}"
+    pairs = zip(a.unbind(left.index(summed)), b.unbind(right.index(summed)), strict=True)
+    return sum((torch.einsum(term, x, y) for x, y in pairs), start=a.new_zeros(()))
+
+
 def visible(q_len: int, k_len: int, causal: bool, window_left: int, window_right: int) -> torch.Tensor:
     """Which keys each query sees, bool [q_len, k_len], aligned to the bottom right corner.
 
@@ -55,7 +70,7 @@ def attend(
     q, k, v = (x.to(compute_dtype).to(wide) for x in (q, k, v))
     k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
 
-    scores = torch.einsum("ihd,jhd->hij", q, k) * softmax_scale
+    scores = einsum("ihd,jhd->hij", q, k) * softmax_scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
@@ -82,7 +97,7 @@ def weigh(weights: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.T
     multiplied.
     """
     finite = torch.isfinite(v)
-    out = torch.einsum("hij,jhd->ihd", weights, torch.where(finite, v, 0.0))
+    out = einsum("hij,jhd->ihd", weights, torch.where(finite, v, 0.0))
     for j in torch.nonzero(~finite.flatten(1).all(dim=1)).flatten().tolist():
         term = weights[:, :, j].T[:, :, None] * torch.where(finite[j], 0.0, v[j])  # [q_len, num_heads, head_dim_v]
         out += torch.where(seen[:, j, None, None], term, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .attention import wide_dtype
+from .attention import einsum, wide_dtype
 
 FLOAT_FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CODE_FORMATS = {"int8": (torch.int8, 127.0), "fp8_e4m3": (torch.float8_e4m3fn, 448.0)}
@@ -34,7 +34,7 @@ def linear(
         x = quantise_activations(x).to(wide)
     else:
         x, w = x.to(compute_dtype).to(wide), w.to(compute_dtype).to(wide)
-    out = x @ w.T
+    out = einsum("tk,nk->tn", x, w)
     if bias is not None:
         out = out + bias.to(wide)
     if residual is not None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
+
 from pykernels.reference.attention import attend
 from pykernels.reference.decode import merge_attention_states, paged_decode_attention
 from pykernels.reference.prefill import paged_prefill_attention, prefill_attention
-from torch.nn.attention.flex_attention import flex_attention
 
 F64 = torch.float64
 OPEN: dict[str, Any] = {

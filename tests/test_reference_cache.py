@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from pykernels.reference.kv_cache import append_kv, copy_pages, gather_kv, quantise, rope_append_kv
 from pykernels.reference.rope import rotary_embedding
 

@@ -8,9 +8,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from pykernels.reference.linear import embedding, linear, pack_plain, quantise_activations, unpack
 
 from pykernels.contract import packed_bytes
+from pykernels.reference.linear import embedding, linear, pack_plain, quantise_activations, unpack
 from pykernels.testing.build import Maker
 from pykernels.testing.packing import Codes, pack, random_codes
 

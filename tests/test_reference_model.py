@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_split_rotary
+
 from pykernels.reference.activation import gated_activation
 from pykernels.reference.model import Config, forward, generate_greedy
 from pykernels.reference.norm import rms_norm
 from pykernels.reference.rope import rotary_embedding
-from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_split_rotary
 
 F64 = torch.float64
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pykernels.reference.sampling import penalise, philox4x32, philox_uniform, sample, uniform, warp
 from scipy.stats import chisquare
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -15,6 +14,8 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from pykernels.reference.sampling import penalise, philox4x32, philox_uniform, sample, uniform, warp
 
 WORD = 0xFFFFFFFF
 INF = math.inf

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from pykernels.reference.sampling import accept, one_hot, residual, sample, uniform, verify_draft, warp
 from scipy.stats import chisquare
+
+from pykernels.reference.sampling import accept, one_hot, residual, sample, uniform, verify_draft, warp
 
 VOCAB = 5
 

@@ -11,7 +11,7 @@ import torch
 
 from pykernels.contract import OPS, check
 from pykernels.testing import Case, Mismatch, cases, check_case, oracle
-from pykernels.testing.compare import input_dtype, within_budget
+from pykernels.testing.compare import input_dtype, spread, within_budget
 
 Args = dict[str, Any]
 
@@ -179,19 +179,20 @@ def test_writing_to_an_input_fails() -> None:
 
 def test_nan_and_infinity_must_stand_where_the_reference_has_them() -> None:
     exact = torch.tensor([1.0, math.nan, -math.inf], dtype=torch.float64)
-    assert within_budget("x", exact.float(), exact, exact, 0.0).ok
+    assert within_budget("x", exact.float(), exact, 0.0, 0.0).ok
     for wrong in (
         [math.nan, math.nan, -math.inf],
         [1.0, 0.0, -math.inf],
         [1.0, math.nan, math.inf],
         [math.inf, math.nan, -math.inf],
     ):
-        assert not within_budget("x", torch.tensor(wrong), exact, exact, 1e9).ok
+        assert not within_budget("x", torch.tensor(wrong), exact, 0.0, 1e9).ok
 
 
 def test_a_same_dtype_result_that_overflows_grants_no_budget() -> None:
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    verdict = within_budget("x", torch.tensor([1.0, 2.5]), exact, torch.tensor([1.0, math.inf]), 0.1)
+    assert spread(torch.tensor([1.0, math.inf]), exact) == 0.0
+    verdict = within_budget("x", torch.tensor([1.0, 2.5]), exact, 0.0, 0.1)
     assert verdict.budget == pytest.approx(0.1)
     assert "error 0.5 exceeds budget 0.1" in verdict.reason
     assert "worst at (1,): got 2.5, expected 2" in verdict.reason

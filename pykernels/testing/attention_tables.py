@@ -54,6 +54,11 @@ def paged_smoke() -> Table:
     }
 
 
+def decode_smoke() -> Table:
+    """Decode takes one query a sequence, so it needs more sequences."""
+    return {name: replace(spec, k_lens=(*spec.k_lens, 37, 1, 20, 45, 9, 31)) for name, spec in paged_smoke().items()}
+
+
 def prefill_table() -> Table:
     base = Attention()
     table: Table = {f"length_{n}": Attention(q_lens=(n,), k_lens=(n,)) for n in (1, 2, 63, 64, 65, 127, 128, 129, 239)}
@@ -123,9 +128,10 @@ def paged_prefill_table() -> Table:
 
 
 def decode_table() -> Table:
-    base = Attention(k_lens=(129, 1, 0, 239, 64))
-    long = Attention(k_lens=(1025, 3, 600), heads=9, kv_heads=3)
-    table: Table = {f"length_{n}": Attention(k_lens=(n,)) for n in (0, 1, 127, 128, 129, 239)}
+    # Batches are large enough for a fair sample of rounding errors: lse has only batch x heads elements.
+    base = Attention(k_lens=(129, 1, 0, 239, 64, 33, 128, 200), heads=8, kv_heads=4)
+    long = Attention(k_lens=(1025, 3, 600, 512, 777, 1, 1000), heads=9, kv_heads=3)
+    table: Table = {f"length_{n}": replace(base, k_lens=(n,) * 8) for n in (0, 1, 2, 127, 128, 129, 239)}
     table |= {f"heads_{h}_{g}": replace(base, heads=h, kv_heads=g) for h, g in RATIOS}
     table |= {f"dim_{d}_{e}": replace(base, head_dim=d, head_dim_v=e) for d, e in HEAD_DIMS}
     table |= {f"mask_{name}": replace(base, **options) for name, options in MASKS.items()}
@@ -136,7 +142,7 @@ def decode_table() -> Table:
         "no_lse": replace(base, lse=False),
         "huge_logits": replace(base, logits="huge"),
         "nan_seen": replace(base, logits="nan"),
-        "nan_window": replace(base, k_lens=(40, 12), logits="nan", window=(5, 0)),
+        "nan_window": replace(base, k_lens=(40, 12, 33, 21, 9, 50), logits="nan", window=(5, 0)),
         "long": long,
         "long_window": replace(long, window=(300, 0), split=64),
         "long_window_sinks": replace(long, window=(300, 0), sinks=True, split=128),
@@ -154,4 +160,4 @@ def decode_table() -> Table:
             f"{name}_dim_128": replace(half, head_dim=128, head_dim_v=128),
             f"{name}_huge_logits": replace(half, logits="huge"),
         }
-    return {**paged_smoke(), **table, **page_table(base)}
+    return {**decode_smoke(), **table, **page_table(base)}

@@ -134,24 +134,26 @@ def largest(x: torch.Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def within_budget(name: str, got: torch.Tensor, exact: torch.Tensor, same: torch.Tensor, rounding: float) -> Verdict:
+def spread(same: torch.Tensor, exact: torch.Tensor) -> float:
+    """max|same_dtype - ref64| where both are finite: a form that overflows grants nothing."""
+    return largest((same.double() - exact.double())[torch.isfinite(exact)])
+
+
+def within_budget(name: str, got: torch.Tensor, exact: torch.Tensor, same_error: float, rounding: float) -> Verdict:
     """Judges numbers. NaN and infinities must stand where the reference has them; the rest obeys the budget."""
-    got, exact, same = (x.to(torch.float64) for x in (got, exact, same))
+    got, exact = got.to(torch.float64), exact.to(torch.float64)
     finite = torch.isfinite(exact)
     special = torch.where(torch.isnan(exact), torch.isnan(got), got == exact)
     wrong = ~torch.where(finite, torch.isfinite(got), special)
-    spread = largest(torch.where(finite, same - exact, 0.0))
-    budget = 2 * spread + rounding
+    budget = 2 * same_error + rounding
     error = torch.where(finite & torch.isfinite(got), (got - exact).abs(), 0.0)
     worst = largest(error)
     if wrong.any():
         return Verdict(name, math.inf, budget, f"{name}: {describe(wrong, got, exact)}")
     if worst > budget:
-        over = error > budget
-        allowed = f"budget {budget:.3g} = 2 x {spread:.3g} (same dtype) + {rounding:.3g} (rounding)"
-        return Verdict(
-            name, worst, budget, f"{name}: error {worst:.3g} exceeds {allowed}; {describe(over, got, exact, error)}"
-        )
+        allowed = f"budget {budget:.3g} = 2 x {same_error:.3g} (same dtype) + {rounding:.3g} (rounding)"
+        where = describe(error > budget, got, exact, error)
+        return Verdict(name, worst, budget, f"{name}: error {worst:.3g} exceeds {allowed}; {where}")
     return Verdict(name, worst, budget)
 
 
@@ -217,7 +219,21 @@ def judge_rotated_codes(before: Snapshot, after: Mapping[str, Any]) -> Verdict:
 def judge_scales(name: str, got: torch.Tensor, exact: torch.Tensor, same: torch.Tensor) -> Verdict:
     """Scales of rotated keys, relative to their own size: rows differ in magnitude."""
     unit = exact.double()
-    return within_budget(name, got / unit, exact / unit, same / unit, torch.finfo(torch.float32).eps)
+    relative = (same / unit, exact / unit)
+    return within_budget(name, got / unit, relative[1], spread(*relative), torch.finfo(torch.float32).eps)
+
+
+def logprob_spread(args: Mapping[str, Any]) -> float:
+    """The same-dtype error of every log-probability of the rows: the few that are reported would be too small a sample."""
+    logits = args["logits"]
+    every = {
+        **args,
+        "logprob": torch.empty(logits.shape[0]),
+        "top_ids": torch.empty(logits.shape, dtype=torch.int64),
+        "top_logprobs": torch.empty(logits.shape),
+    }
+    exact, same = (oracle("sample", every, d)["top_logprobs"] for d in (torch.float64, torch.float32))
+    return spread(same, exact)
 
 
 def judge(op_name: str, before: Snapshot, after: Mapping[str, Any]) -> list[Verdict]:
@@ -242,7 +258,8 @@ def judge(op_name: str, before: Snapshot, after: Mapping[str, Any]) -> list[Verd
             verdicts.append(judge_scales(name, got, expected, same[name]))
         else:
             rounding = unit_in_last_place(got.dtype, largest(expected)) / 2
-            verdicts.append(within_budget(name, got, expected, same[name], rounding))
+            same_error = logprob_spread(before.args) if op_name == "sample" else spread(same[name], expected)
+            verdicts.append(within_budget(name, got, expected, same_error, rounding))
     if trampled := before.trampled(op, after):
         verdicts.append(Verdict("memory", math.inf, 0.0, trampled))
     return verdicts

@@ -45,7 +45,7 @@ def _from(
 
 
 def _merges() -> dict[str, tuple[Build, bool]]:
-    sizes = {"float32": (37, 3, 64, F32, "dense"), "one": (1, 1, 8, F32, "dense"), "none": (0, 2, 64, F32, "dense")}
+    sizes = {"float32": (37, 3, 64, F32, "dense"), "one": (1, 64, 8, F32, "dense"), "none": (0, 2, 64, F32, "dense")}
     sizes |= {
         "bfloat16": (37, 4, 80, BF16, "gaps"),
         "float16": (129, 2, 128, F16, "outer"),
