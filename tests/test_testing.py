@@ -217,6 +217,15 @@ def test_the_cases_hold_what_the_contract_asks_of_them() -> None:
             assert torch.isnan(a["k_cache"].float()).any()
 
 
+def test_vast_caches_reach_past_two_to_the_31_elements() -> None:
+    for op in ("paged_decode_attention", "paged_prefill_attention"):
+        args = find(op, "int8_vast").args()
+        reached = args["block_table"].max() * args["k_cache"].stride(0)
+        assert reached > 2**31
+    args = find("append_kv", "int8_vast").args()
+    assert args["slot_mapping"].max() // 3 * args["k_cache"].stride(0) > 2**31
+
+
 def test_softmax_inputs_are_sharp() -> None:
     args = find("prefill_attention", "length_239").args()
     q, k = args["q"][:, :1].double(), args["k"][:, :1].double()

@@ -37,7 +37,7 @@ class Attention:
     page_size: int = 16
     cache: torch.dtype | None = None  # None: the dtype of q
     scales: str = "token"  # "token": dynamic; "head", "tensor": static
-    pool: str = "dense"  # "halves" of one [pages, 2, ...] buffer; "heads_first" in memory
+    pool: str = "dense"  # "halves" of one [pages, 2, ...] buffer; "heads_first" in memory; "vast": past 2^31 elements
     split: int = 0
 
 
@@ -119,7 +119,8 @@ def empty_pool(spec: Attention, make: Maker, pages: int) -> tuple[torch.Tensor, 
     if spec.pool == "heads_first":
         k, v = (make.poison(n, h, p, d, dtype=dtype).transpose(1, 2) for n, p, h, d in shapes)
         return k, v
-    k, v = (make.poison(*shape, dtype=dtype) for shape in shapes)
+    allocate = make.vast if spec.pool == "vast" else make.poison
+    k, v = (allocate(*shape, dtype=dtype) for shape in shapes)
     return k, v
 
 

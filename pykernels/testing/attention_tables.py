@@ -100,6 +100,7 @@ def page_table(base: Attention) -> Table:
     """Page sizes, formats of the cache, kinds of scale, memory orders."""
     table: Table = {f"pages_of_{p}": replace(base, page_size=p) for p in (1, 3, 16, 64)}
     table |= {f"pool_{p}": replace(base, pool=p) for p in ("halves", "heads_first")}
+    table["int8_vast"] = replace(base, cache=INT8, pool="vast")
     for cache, name in ((INT8, "int8"), (FP8, "fp8")):
         coded = replace(base, cache=cache)
         for dtype, suffix in ((F32, ""), (BF16, "_bfloat16"), (F16, "_float16")):

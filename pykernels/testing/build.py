@@ -59,6 +59,18 @@ class Maker:
         view.copy_(value)
         return view
 
+    def vast(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A poisoned cache [pages, ...] of which half the pages start past element 2^31.
+
+        Memory between the pages is never touched, so on a CPU it costs address space alone.
+        """
+        rest = torch.empty(shape[1:], device="meta")
+        step = -(-(2**31) // max(shape[0] // 2, 1))
+        step += -step % 64 + rest.numel()
+        storage = torch.empty(step * shape[0], dtype=dtype, device=self.device).untyped_storage()
+        view = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape, (step, *rest.stride()))
+        return view.copy_(self.poison(*shape, dtype=dtype))
+
     def output(self, *shape: int, dtype: torch.dtype, strides: str = "dense") -> torch.Tensor:
         """An output full of poison. "guarded" leaves a band of poison before and after it in memory."""
         if strides == "guarded":

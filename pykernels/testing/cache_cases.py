@@ -57,6 +57,8 @@ def pool_args(spec: Append, make: Maker) -> dict[str, Any]:
         k_cache, v_cache = make.poison(pages, 2, *shapes[0][1:], dtype=spec.cache).unbind(1)
     elif spec.pool == "heads_first":
         k_cache, v_cache = (make.poison(n, h, p, d, dtype=spec.cache).transpose(1, 2) for n, p, h, d in shapes)
+    elif spec.pool == "vast":
+        k_cache, v_cache = (make.vast(*s, dtype=spec.cache) for s in shapes)
     else:
         k_cache, v_cache = (make.placed(make.poison(*s, dtype=spec.cache), spec.strides) for s in shapes)
     slots = make.permutation(pages * spec.page_size)[: spec.tokens].to(make.device)
@@ -149,6 +151,7 @@ def append_table() -> dict[str, Append]:
         "bfloat16": Append(dtype=BF16, cache=BF16),
         "float16": Append(dtype=F16, cache=F16, page_size=3),
         "nonfinite": Append(values="nonfinite"),
+        "int8_vast": Append(cache=INT8, pool="vast", page_size=3),
     }
     table |= {f"strides_{s}": replace(base, strides=s) for s in ("gaps", "odd", "outer")}
     table |= {f"pages_of_{p}": replace(base, page_size=p) for p in (1, 3, 64)}
@@ -223,6 +226,7 @@ def gather_table() -> dict[str, Attention]:
         "halves": replace(base, pool="halves"),
         "heads_first": replace(base, pool="heads_first"),
         "odd_output": replace(base, strides="odd"),
+        "int8_vast": replace(base, cache=INT8, pool="vast"),
         "uneven_dims": replace(base, head_dim=192, head_dim_v=128),
     }
     table |= {f"pages_of_{p}": replace(base, page_size=p) for p in (1, 3, 64)}
@@ -239,6 +243,7 @@ def copy_table() -> dict[str, tuple[Attention, int]]:
     table = {
         "float32": (base, 3),
         "none": (base, 0),
+        "int8_vast": (replace(base, cache=INT8, pool="vast"), 6),
         "one": (base, 1),
         "bfloat16": (replace(base, dtype=BF16), 4),
         "halves": (replace(base, pool="halves", page_size=3), 9),
