@@ -44,6 +44,9 @@ LEVEL_FLAGS: dict[str, frozenset[str]] = {
     "emulated512": _AVX2_FLAGS,
 }
 
+# Weight formats whose codes are multiplied with 8-bit activations in integers.
+INT8_DOT_FORMATS = ("int8", "q4_0", "q4_1", "q8_0")
+
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
@@ -128,6 +131,17 @@ def view(t: torch.Tensor | None) -> tuple[int, int, tuple[int, ...], tuple[int, 
     return (t.data_ptr(), DTYPE_CODES[t.dtype], tuple(t.shape), t.stride())
 
 
+def _linear_refusals(args: Mapping[str, Any]) -> list[str]:
+    weight_format = args["weight_format"]
+    if weight_format == "dense":
+        return []
+    if args["layout"] != "rows16":
+        return [f"a {args['layout']} packed weight is not multiplied directly: pack it with .to_layout('rows16')"]
+    if args["activations"] == "int8" and weight_format not in INT8_DOT_FORMATS:
+        return [f"int8 activations need a weight of format {', '.join(INT8_DOT_FORMATS)}, got {weight_format}"]
+    return []
+
+
 class CpuBackend:
     """The hand-written C++ kernels, for tensors in host memory."""
 
@@ -148,7 +162,7 @@ class CpuBackend:
             return [f"tensors are on {device}, not in host memory"]
         if not hasattr(module(), op_name):
             return [f"{op_name} is not in the native module"]
-        return []
+        return _linear_refusals(args) if op_name == "linear" else []
 
     def run(self, op_name: str, args: Mapping[str, Any]) -> None:
         flat = [args[a.name] if isinstance(a, Scalar) else view(args[a.name]) for a in OPS[op_name].args]

@@ -59,7 +59,6 @@ void register_sampling(py::module_& m) {
 }
 
 void register_linear(py::module_& m) {
-#if __has_include("../cpu/linear.cpp")
   bind(m, "linear", linear, make_linear);
   bind(m, "embedding", embedding, make_embedding);
   m.def("repack_rows16", [](uintptr_t plain, uintptr_t rows16, const std::string& format, int64_t rows, int64_t columns) {
@@ -67,17 +66,12 @@ void register_linear(py::module_& m) {
     py::gil_scoped_release release;
     repack_rows16(reinterpret_cast<const uint8_t*>(plain), reinterpret_cast<uint8_t*>(rows16), f, rows, columns);
   });
-#endif
 }
 
 void register_pointwise(py::module_& m) {
   bind(m, "rms_norm", rms_norm, make_rms_norm);
-#if __has_include("../cpu/rope.cpp")
   bind(m, "rotary_embedding", rotary_embedding, make_rotary);
-#endif
-#if __has_include("../cpu/activation.cpp")
   bind(m, "gated_activation", gated_activation, make_gated_activation);
-#endif
 }
 
 void register_plan(py::module_& m) {

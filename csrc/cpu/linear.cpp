@@ -1,0 +1,204 @@
+// y = x W^T + bias + residual over a dense or packed weight.
+//
+// Tokens are cut into tiles of nearly equal width; activations are laid out (and quantised) once per call, tile by tile;
+// then every thread takes a contiguous range of row blocks and runs all tiles over each while it is in cache. Decode reads
+// the weights once at the speed of memory, a small batch too, and prefill is a matrix product by the same kernels.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "dense_tiles.h"
+#include "dispatch.h"
+#include "kernels.h"
+#include "linear_epilogue.h"
+#include "quantize.h"
+#include "threads.h"
+#include "tile_kernels.h"
+
+namespace pk {
+namespace {
+
+// Multiply-adds below which waking the team costs more than the work.
+constexpr int64_t kSmallWork = 1 << 17;
+// Up to here every thread prepares the activations for itself, which is cheaper than a barrier.
+constexpr int64_t kRedundantTokens = 2;
+// Bytes of prepared activations per pass over the weights: they should stay in the last-level cache.
+constexpr int64_t kPassBytes = 8 << 20;
+
+enum class Prepare { floats, pairs, codes };
+
+// How one call is computed.
+struct Method {
+  Prepare prepare;
+  int width;            // tokens per tile at most
+  int64_t token_bytes;  // of one token in a prepared tile
+  const TileKernels* kernels;
+};
+
+Method choose(const LinearParams& p) {
+  const int64_t k = p.x.size[1];
+  if (p.activations == Activations::as_int8) {
+    const TileKernels* dots = dot_kernels(p.format);
+    if (!dots) fail("linear: int8 activations need a weight of format int8, q4_0, q4_1 or q8_0");
+    return {Prepare::codes, kDotWidth, k / kGroup * kGroupBytes, dots};
+  }
+  if (p.format == WeightFormat::bfloat16 && p.x.dtype == DType::bf16 && pair_kernels())
+    return {Prepare::pairs, kFloatWidth, round_up(k, 2) * 2, pair_kernels()};
+  return {Prepare::floats, kFloatWidth, k * 4, &float_kernels(p.format)};
+}
+
+// Tokens [first, first + count) of a pass, in tiles of nearly equal width.
+struct Tiles {
+  int64_t first, count, tiles;
+
+  Tiles(int64_t first, int64_t count, int width) : first(first), count(count), tiles((count + width - 1) / width) {}
+  int64_t start(int64_t tile) const { return count * tile / tiles; }  // from `first`
+  int width(int64_t tile) const { return int(start(tile + 1) - start(tile)); }
+};
+
+// ---- laying out activations ------------------------------------------------------------------------------------
+template <class T>
+void prepare_floats(const Tensor& x, int64_t token, int width, uint8_t* tile) {
+  float* to = reinterpret_cast<float*>(tile);
+  for (int t = 0; t < width; ++t) {
+    const T* row = x.as<T>() + (token + t) * x.stride[0];
+    for (int64_t c = 0; c < x.size[1]; ++c) to[c * width + t] = to_float(row[c]);
+  }
+}
+
+void prepare_pairs(const Tensor& x, int64_t token, int width, uint8_t* tile) {
+  const int64_t k = x.size[1];
+  for (int t = 0; t < width; ++t) {
+    const bf16* row = x.as<bf16>() + (token + t) * x.stride[0];
+    for (int64_t c = 0; c < k; c += 2) {
+      const bf16 pair[2] = {row[c], c + 1 < k ? row[c + 1] : bf16{0}};
+      std::memcpy(tile + (c / 2 * width + t) * 4, pair, 4);
+    }
+  }
+}
+
+template <class T>
+void prepare_codes(const Tensor& x, WeightFormat format, int64_t token, int width, uint8_t* tile) {
+  const int offset = weight_offset(format);
+  for (int t = 0; t < width; ++t) {
+    const T* row = x.as<T>() + (token + t) * x.stride[0];
+    for (int64_t g = 0; g < x.size[1] / kGroup; ++g) {
+      const QuantisedGroup q = quantise_group(row + g * kGroup);
+      uint8_t* to = tile + g * kGroupBytes * width;
+      for (int j = 0; j < kGroup / 4; ++j) store_bits(to + 4 * (j * width + t), q.quads[j]);
+      store_bits(to + 32 * width + 4 * t, q.scale);
+      if (format == WeightFormat::q4_1) store_bits(to + 36 * width + 4 * t, q.scale * float(q.sum));
+      else store_bits(to + 36 * width + 4 * t, -offset * q.sum);
+    }
+  }
+}
+
+void prepare(const LinearParams& p, const Method& m, const Tiles& tiles, int64_t begin, int64_t end, uint8_t* prepared) {
+  visit_float(p.x.dtype, [&]<class T>() {
+    for (int64_t i = begin; i < end; ++i) {
+      uint8_t* tile = prepared + tiles.start(i) * m.token_bytes;
+      const int64_t token = tiles.first + tiles.start(i);
+      if (m.prepare == Prepare::codes) prepare_codes<T>(p.x, p.format, token, tiles.width(i), tile);
+      else if (m.prepare == Prepare::pairs) prepare_pairs(p.x, token, tiles.width(i), tile);
+      else prepare_floats<T>(p.x, token, tiles.width(i), tile);
+    }
+  });
+}
+
+// ---- row blocks x tiles ----------------------------------------------------------------------------------------
+void multiply(const LinearParams& p, const Method& m, const Tiles& tiles, int64_t begin, int64_t end, const uint8_t* prepared) {
+  const int64_t k = p.x.size[1], block_bytes = row_block_bytes(p.format, k);
+  const Epilogue epilogue(p);
+  alignas(64) float out[kMaxWidth * kBlockRows];
+  for (int64_t b = begin; b < end; ++b)
+    for (int64_t i = 0; i < tiles.tiles; ++i) {
+      const int width = tiles.width(i);
+      (*m.kernels)[width - 1](p.weight.as<uint8_t>() + b * block_bytes, k, prepared + tiles.start(i) * m.token_bytes, out);
+      epilogue.write(out, tiles.first + tiles.start(i), width, b * kBlockRows);
+    }
+}
+
+void linear_packed(const LinearParams& p) {
+  const int64_t tokens = p.x.size[0], blocks = round_up(p.out.size[1], kBlockRows) / kBlockRows;
+  const Method m = choose(p);
+  const int64_t pass = std::max<int64_t>(m.width, kPassBytes / std::max<int64_t>(m.token_bytes, 1) / m.width * m.width);
+  const bool small = tokens * p.x.size[1] * p.out.size[1] <= kSmallWork;
+  static thread_local Scratch shared_scratch;
+  uint8_t* shared = tokens > kRedundantTokens ? shared_scratch.get<uint8_t>(std::min(tokens, pass) * m.token_bytes) : nullptr;
+
+  auto work = [&](int tid, int threads) {
+    static thread_local Scratch own_scratch;
+    uint8_t* prepared = shared ? shared : own_scratch.get<uint8_t>(tokens * m.token_bytes);
+    for (int64_t first = 0; first < tokens; first += pass) {
+      const Tiles tiles(first, std::min(pass, tokens - first), m.width);
+      if (!shared || threads == 1) {
+        prepare(p, m, tiles, 0, tiles.tiles, prepared);
+      } else {
+        if (first > 0) team().barrier();  // the pass before has been read
+        prepare(p, m, tiles, tiles.tiles * tid / threads, tiles.tiles * (tid + 1) / threads, prepared);
+        team().barrier();
+      }
+      multiply(p, m, tiles, blocks * tid / threads, blocks * (tid + 1) / threads, prepared);
+    }
+  };
+  if (small || team().size() == 1) team().parallel_for(1, 1, [&](int64_t, int64_t, int) { work(0, 1); });
+  else team().run([&](int tid) { work(tid, team().size()); });
+}
+
+// ---- dense weights ---------------------------------------------------------------------------------------------
+// x as float32 rows: as it is, or widened into scratch.
+struct FloatRows {
+  const float* data;
+  int64_t stride;
+};
+
+template <class T, int... I>
+void dense_rows(const LinearParams& p, FloatRows x, int64_t begin, int64_t end, std::integer_sequence<int, I...>) {
+  using Kernel = void (*)(DenseTile<T>, int, float*);
+  static constexpr Kernel kernels[] = {dense_block<T, I + 1>...};
+  const int64_t k = p.x.size[1], rows = p.out.size[1], stride = p.weight.stride[0];
+  const Epilogue epilogue(p);
+  const Tiles tiles(0, p.x.size[0], kDenseWidth);
+  alignas(64) float out[kDenseWidth * kBlockRows] = {};
+  for (int64_t b = begin; b < end; ++b)
+    for (int64_t i = 0; i < tiles.tiles; ++i) {
+      const int width = tiles.width(i), count = int(std::min<int64_t>(kBlockRows, rows - b * kBlockRows));
+      const DenseTile<T> tile{p.weight.as<T>() + b * kBlockRows * stride, stride, x.data + tiles.start(i) * x.stride, x.stride, k};
+      kernels[width - 1](tile, count, out);
+      epilogue.write(out, tiles.start(i), width, b * kBlockRows);
+    }
+}
+
+void linear_dense(const LinearParams& p) {
+  const int64_t tokens = p.x.size[0], k = p.x.size[1], blocks = round_up(p.out.size[1], kBlockRows) / kBlockRows;
+  static thread_local Scratch scratch;
+  FloatRows x{p.x.as<float>(), p.x.stride[0]};
+  float* widened = p.x.dtype == DType::f32 ? nullptr : scratch.get<float>(tokens * k);
+  if (widened) {
+    x = {widened, k};
+    visit_float(p.x.dtype, [&]<class T>() {
+      team().parallel_for(tokens, kSmallWork / std::max<int64_t>(k, 1), [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; ++t)
+          for (int64_t c = 0; c < k; c += kLanes)
+            store_n(widened + t * k + c, load_n(p.x.as<T>() + t * p.x.stride[0] + c, int(k - c)), int(k - c));
+      });
+    });
+  }
+  const int64_t grain = tokens * k * p.out.size[1] <= kSmallWork ? blocks : 1;
+  visit_float(p.weight.dtype, [&]<class T>() {
+    team().parallel_for(blocks, grain, [&](int64_t begin, int64_t end, int) {
+      dense_rows<T>(p, x, begin, end, std::make_integer_sequence<int, kDenseWidth>{});
+    });
+  });
+}
+
+}  // namespace
+
+void linear(const LinearParams& p) {
+  if (p.x.size[0] == 0 || p.out.size[1] == 0) return;
+  if (p.format == WeightFormat::dense) return linear_dense(p);
+  if (p.layout != WeightLayout::rows16) fail("linear: a packed weight must have layout rows16");
+  linear_packed(p);
+}
+
+}  // namespace pk
