@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from .kv_cache import PagedKVCache
+from .ops.activation import gated_activation
 from .ops.decode import merge_attention_states, paged_decode_attention
 from .ops.kv_cache import append_kv, copy_pages, gather_kv, rope_append_kv
+from .ops.linear import PackedWeight, embedding, linear, pack_weight
 from .ops.norm import rms_norm
 from .ops.prefill import paged_prefill_attention, prefill_attention
+from .ops.rope import rotary_embedding
 from .registry import backends
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PackedWeight",
     "PagedKVCache",
     "append_kv",
     "backends",
     "copy_pages",
+    "embedding",
+    "gated_activation",
     "gather_kv",
+    "linear",
     "merge_attention_states",
+    "pack_weight",
     "paged_decode_attention",
     "paged_prefill_attention",
     "prefill_attention",
     "rms_norm",
     "rope_append_kv",
+    "rotary_embedding",
 ]

@@ -216,7 +216,12 @@ def _plain_from_rows16(weight: PackedWeight) -> torch.Tensor:
         scales, data = blocks[:, :64].reshape(-1, 4)[:rows], blocks[:, 64:]
         whole = columns // BLOCK * BLOCK if weight.format == "int8" else 0
         body = _unlane_quads(data[:, : ROWS * whole])
-        tail = data[:, ROWS * whole :].reshape(len(blocks), columns - whole, ROWS).transpose(1, 2).reshape(-1, columns - whole)
+        tail = (
+            data[:, ROWS * whole :]
+            .reshape(len(blocks), columns - whole, ROWS)
+            .transpose(1, 2)
+            .reshape(-1, columns - whole)
+        )
         codes = torch.cat((body, tail), dim=1)[:rows]
         return torch.cat((codes.flatten() ^ (0x80 if weight.format == "int8" else 0), scales.flatten()))
     if weight.format == "q8_0":

@@ -75,7 +75,7 @@ void register_pointwise(py::module_& m) {
 }
 
 void register_plan(py::module_& m) {
-  py::class_<Plan>(m, "Plan")
+  py::class_<Plan>(m, "Plan", py::module_local())  // one per level: several modules may live in a process
       .def(py::init<>())
       .def("__len__", &Plan::size)
       .def("run", &Plan::run, py::call_guard<py::gil_scoped_release>())

@@ -33,8 +33,7 @@ void gated_activation(const GatedActivationParams& p) {
   visit_float(p.x.dtype, [&]<class X>() {
     visit_float(p.out.dtype, [&]<class O>() {
       team().parallel_for(rows, kSmallWork / std::max<int64_t>(width, 1), [&](int64_t begin, int64_t end, int) {
-        for (int64_t r = begin; r < end; ++r)
-          gate_row(p.x.as<X>() + r * p.x.stride[0], p.out.as<O>() + r * p.out.stride[0], width, p.kind);
+        for (int64_t r = begin; r < end; ++r) gate_row(p.x.as<X>() + r * p.x.stride[0], p.out.as<O>() + r * p.out.stride[0], width, p.kind);
       });
     });
   });

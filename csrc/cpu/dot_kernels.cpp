@@ -151,8 +151,10 @@ void dot_tile(const uint8_t* block, int64_t k, const uint8_t* tile, float* out) 
     for (int64_t g = 0; g < groups; ++g, x += kGroupBytes * W) {
       const DotGroup<F> group(block, g, groups);
       vi s[W];
-      if constexpr (DotGroup<F>::kNibbles) dot_group_q4<F, W>(group, part, x, s);
-      else dot_group_q8<F, W>(group, part, x, s);
+      if constexpr (DotGroup<F>::kNibbles)
+        dot_group_q4<F, W>(group, part, x, s);
+      else
+        dot_group_q8<F, W>(group, part, x, s);
       add_group<F, W>(group, part, x, s, acc);
     }
     for (int t = 0; t < W; ++t) {
@@ -164,9 +166,10 @@ void dot_tile(const uint8_t* block, int64_t k, const uint8_t* tile, float* out) 
 }
 #endif
 
-
 template <WeightFormat F, int... I>
-constexpr TileKernels dot_widths(std::integer_sequence<int, I...>) { return {dot_tile<F, I + 1>...}; }
+constexpr TileKernels dot_widths(std::integer_sequence<int, I...>) {
+  return {dot_tile<F, I + 1>...};
+}
 template <WeightFormat F>
 constexpr TileKernels kDots = dot_widths<F>(std::make_integer_sequence<int, kDotWidth>{});
 
@@ -174,11 +177,16 @@ constexpr TileKernels kDots = dot_widths<F>(std::make_integer_sequence<int, kDot
 
 const TileKernels* dot_kernels(WeightFormat format) {
   switch (format) {
-    case WeightFormat::int8: return &kDots<WeightFormat::int8>;
-    case WeightFormat::q4_0: return &kDots<WeightFormat::q4_0>;
-    case WeightFormat::q4_1: return &kDots<WeightFormat::q4_1>;
-    case WeightFormat::q8_0: return &kDots<WeightFormat::q8_0>;
-    default: return nullptr;
+    case WeightFormat::int8:
+      return &kDots<WeightFormat::int8>;
+    case WeightFormat::q4_0:
+      return &kDots<WeightFormat::q4_0>;
+    case WeightFormat::q4_1:
+      return &kDots<WeightFormat::q4_1>;
+    case WeightFormat::q8_0:
+      return &kDots<WeightFormat::q8_0>;
+    default:
+      return nullptr;
   }
 }
 

@@ -58,8 +58,8 @@ struct RowReader {
         codes = scale + 2 * heads;
       } else {
         const uint8_t* block = weight + r / kBlockRows * row_block_bytes(format, k);
-        const Q8Group at = nibbles ? Q8Group{g * row_block_bytes(format, kGroup), g * row_block_bytes(format, kGroup) + 32 * heads}
-                                   : q8_group(g, groups);
+        const Q8Group at =
+            nibbles ? Q8Group{g * row_block_bytes(format, kGroup), g * row_block_bytes(format, kGroup) + 32 * heads} : q8_group(g, groups);
         scale = block + at.scales + 2 * lane;
         codes = block + at.codes + 4 * lane;
         step = 32, quads = 64;
@@ -76,18 +76,25 @@ struct RowReader {
 
   void read(int64_t r, float* out) const {
     switch (format) {
-      case WeightFormat::float32: return floats<float>(r, out);
-      case WeightFormat::bfloat16: return floats<bf16>(r, out);
-      case WeightFormat::float16: return floats<f16>(r, out);
+      case WeightFormat::float32:
+        return floats<float>(r, out);
+      case WeightFormat::bfloat16:
+        return floats<bf16>(r, out);
+      case WeightFormat::float16:
+        return floats<f16>(r, out);
       case WeightFormat::int8:
-      case WeightFormat::fp8_e4m3: return channel(r, out);
-      default: return blocked(r, out);
+      case WeightFormat::fp8_e4m3:
+        return channel(r, out);
+      default:
+        return blocked(r, out);
     }
   }
 
  private:
   template <class T>
-  static float value(const T* p) { return to_float(load_bits<T>(p)); }  // plain bytes may be unaligned
+  static float value(const T* p) {
+    return to_float(load_bits<T>(p));
+  }  // plain bytes may be unaligned
 };
 
 template <class T>

@@ -87,21 +87,24 @@ void pair_tile(const uint8_t* block, int64_t k, const uint8_t* tile, float* out)
   }
 }
 
-
 template <WeightFormat F, int... I>
-constexpr TileKernels float_widths(std::integer_sequence<int, I...>) { return {float_tile<F, I + 1>...}; }
+constexpr TileKernels float_widths(std::integer_sequence<int, I...>) {
+  return {float_tile<F, I + 1>...};
+}
 template <int... I>
-constexpr TileKernels pair_widths(std::integer_sequence<int, I...>) { return {pair_tile<I + 1>...}; }
+constexpr TileKernels pair_widths(std::integer_sequence<int, I...>) {
+  return {pair_tile<I + 1>...};
+}
 using Widths = std::make_integer_sequence<int, kFloatWidth>;
 
 }  // namespace
 
 const TileKernels& float_kernels(WeightFormat format) {
   using F = WeightFormat;
-  static constexpr TileKernels table[] = {float_widths<F::float32>(Widths{}), float_widths<F::bfloat16>(Widths{}),
-                                          float_widths<F::float16>(Widths{}), float_widths<F::int8>(Widths{}),
+  static constexpr TileKernels table[] = {float_widths<F::float32>(Widths{}),  float_widths<F::bfloat16>(Widths{}),
+                                          float_widths<F::float16>(Widths{}),  float_widths<F::int8>(Widths{}),
                                           float_widths<F::fp8_e4m3>(Widths{}), float_widths<F::q4_0>(Widths{}),
-                                          float_widths<F::q4_1>(Widths{}), float_widths<F::q8_0>(Widths{})};
+                                          float_widths<F::q4_1>(Widths{}),     float_widths<F::q8_0>(Widths{})};
   return table[int(format) - int(F::float32)];
 }
 

@@ -87,8 +87,10 @@ void prepare_codes(const Tensor& x, WeightFormat format, int64_t token, int widt
       uint8_t* to = tile + g * kGroupBytes * width;
       for (int j = 0; j < kGroup / 4; ++j) store_bits(to + 4 * (j * width + t), q.quads[j]);
       store_bits(to + 32 * width + 4 * t, q.scale);
-      if (format == WeightFormat::q4_1) store_bits(to + 36 * width + 4 * t, q.scale * float(q.sum));
-      else store_bits(to + 36 * width + 4 * t, -offset * q.sum);
+      if (format == WeightFormat::q4_1)
+        store_bits(to + 36 * width + 4 * t, q.scale * float(q.sum));
+      else
+        store_bits(to + 36 * width + 4 * t, -offset * q.sum);
     }
   }
 }
@@ -98,9 +100,12 @@ void prepare(const LinearParams& p, const Method& m, const Tiles& tiles, int64_t
     for (int64_t i = begin; i < end; ++i) {
       uint8_t* tile = prepared + tiles.start(i) * m.token_bytes;
       const int64_t token = tiles.first + tiles.start(i);
-      if (m.prepare == Prepare::codes) prepare_codes<T>(p.x, p.format, token, tiles.width(i), tile);
-      else if (m.prepare == Prepare::pairs) prepare_pairs(p.x, token, tiles.width(i), tile);
-      else prepare_floats<T>(p.x, token, tiles.width(i), tile);
+      if (m.prepare == Prepare::codes)
+        prepare_codes<T>(p.x, p.format, token, tiles.width(i), tile);
+      else if (m.prepare == Prepare::pairs)
+        prepare_pairs(p.x, token, tiles.width(i), tile);
+      else
+        prepare_floats<T>(p.x, token, tiles.width(i), tile);
     }
   });
 }
@@ -141,8 +146,10 @@ void linear_packed(const LinearParams& p) {
       multiply(p, m, tiles, blocks * tid / threads, blocks * (tid + 1) / threads, prepared);
     }
   };
-  if (small || team().size() == 1) team().parallel_for(1, 1, [&](int64_t, int64_t, int) { work(0, 1); });
-  else team().run([&](int tid) { work(tid, team().size()); });
+  if (small || team().size() == 1)
+    team().parallel_for(1, 1, [&](int64_t, int64_t, int) { work(0, 1); });
+  else
+    team().run([&](int tid) { work(tid, team().size()); });
 }
 
 // ---- dense weights ---------------------------------------------------------------------------------------------

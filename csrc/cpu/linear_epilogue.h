@@ -24,16 +24,22 @@ class Epilogue {
  private:
   static vf load_any(const Tensor& t, int64_t at, int n) {
     switch (t.dtype) {
-      case DType::f16: return load_n(t.as<f16>() + at, n);
-      case DType::bf16: return load_n(t.as<bf16>() + at, n);
-      default: return load_n(t.as<float>() + at, n);
+      case DType::f16:
+        return load_n(t.as<f16>() + at, n);
+      case DType::bf16:
+        return load_n(t.as<bf16>() + at, n);
+      default:
+        return load_n(t.as<float>() + at, n);
     }
   }
   static void store_any(const Tensor& t, int64_t at, vf v, int n) {
     switch (t.dtype) {
-      case DType::f16: return store_n(t.as<f16>() + at, v, n);
-      case DType::bf16: return store_n(t.as<bf16>() + at, v, n);
-      default: return store_n(t.as<float>() + at, v, n);
+      case DType::f16:
+        return store_n(t.as<f16>() + at, v, n);
+      case DType::bf16:
+        return store_n(t.as<bf16>() + at, v, n);
+      default:
+        return store_n(t.as<float>() + at, v, n);
     }
   }
 

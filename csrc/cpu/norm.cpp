@@ -7,25 +7,27 @@
 namespace pk {
 namespace {
 
-constexpr int64_t kGrain = 4;  // rows below which waking the team costs more than the work
+constexpr int64_t kGrain = 4;             // rows below which waking the team costs more than the work
+constexpr int kChains = 16 / kLanes * 4;  // partial sums of squares: 64 numbers at every level, so that long rows stay accurate
 
 template <class X, class W, class O>
 void norm_row(const X* x, const X* residual, X* sum_out, const W* weight, O* out, int64_t n, float eps, float* sum) {
-  vf squares = set1(0.f);
+  vf squares[kChains] = {};
+  int chain = 0;
   for (int64_t i = 0; i < n; i += kLanes) {
     const int lanes = int(n - i);
     vf v = load_n(x + i, lanes);
-    if (residual) {
-      v += load_n(residual + i, lanes);
-      if (sum_out) {
-        store_n(sum_out + i, v, lanes);
-        v = load_n(sum_out + i, lanes);  // normalise what was stored
-      }
+    if (residual) v += load_n(residual + i, lanes);
+    if (sum_out) {
+      store_n(sum_out + i, v, lanes);
+      v = load_n(sum_out + i, lanes);  // normalise what was stored
     }
     store_n(sum + i, v, lanes);
-    squares = fma(v, v, squares);
+    squares[chain] = fma(v, v, squares[chain]);
+    chain = (chain + 1) % kChains;
   }
-  const vf scale = set1(1.f / std::sqrt(reduce_add(squares) / float(n) + eps));
+  for (int c = 1; c < kChains; ++c) squares[0] += squares[c];
+  const vf scale = set1(1.f / std::sqrt(reduce_add(squares[0]) / float(n) + eps));
   for (int64_t i = 0; i < n; i += kLanes) {
     const int lanes = int(n - i);
     store_n(out + i, load_n(sum + i, lanes) * scale * load_n(weight + i, lanes), lanes);

@@ -64,15 +64,23 @@ void repack_row(WeightFormat format, const Source& s, int64_t r, const uint8_t* 
   const int lane = int(r % kBlockRows);
   if (is_channel_format(format)) std::memcpy(block + lane * 4, real ? s.scales + 4 * r : zeros, 4);
   switch (format) {
-    case WeightFormat::float32: return repack_columns<float>(s, row, lane, block);
+    case WeightFormat::float32:
+      return repack_columns<float>(s, row, lane, block);
     case WeightFormat::bfloat16:
-    case WeightFormat::float16: return repack_pairs(s, row, lane, block);
-    case WeightFormat::int8: return repack_int8(s, row, lane, block + 64);
-    case WeightFormat::fp8_e4m3: return repack_columns<uint8_t>(s, row, lane, block + 64);
-    case WeightFormat::q4_0: return repack_q4(s, row, lane, 1, block);
-    case WeightFormat::q4_1: return repack_q4(s, row, lane, 2, block);
-    case WeightFormat::q8_0: return repack_q8(s, row, lane, block);
-    case WeightFormat::dense: return;
+    case WeightFormat::float16:
+      return repack_pairs(s, row, lane, block);
+    case WeightFormat::int8:
+      return repack_int8(s, row, lane, block + 64);
+    case WeightFormat::fp8_e4m3:
+      return repack_columns<uint8_t>(s, row, lane, block + 64);
+    case WeightFormat::q4_0:
+      return repack_q4(s, row, lane, 1, block);
+    case WeightFormat::q4_1:
+      return repack_q4(s, row, lane, 2, block);
+    case WeightFormat::q8_0:
+      return repack_q8(s, row, lane, block);
+    case WeightFormat::dense:
+      return;
   }
 }
 

@@ -81,12 +81,16 @@ struct RowBlock16 {  // bfloat16 and float16
 
  private:
   static PK_INLINE vf first(vi pair) {
-    if constexpr (std::is_same_v<T, bf16>) return bf16_even(pair);
-    else return f16_low(pair);
+    if constexpr (std::is_same_v<T, bf16>)
+      return bf16_even(pair);
+    else
+      return f16_low(pair);
   }
   static PK_INLINE vf second(vi pair) {
-    if constexpr (std::is_same_v<T, bf16>) return bf16_odd(pair);
-    else return f16_low(vi(vu(pair) >> 16));
+    if constexpr (std::is_same_v<T, bf16>)
+      return bf16_odd(pair);
+    else
+      return f16_low(vi(vu(pair) >> 16));
   }
 };
 template <>

@@ -20,15 +20,22 @@ constexpr bool is_channel_format(WeightFormat f) { return f == WeightFormat::int
 // Bytes of k columns of one row, the same in both layouts.
 inline int64_t row_bytes(WeightFormat f, int64_t k) {
   switch (f) {
-    case WeightFormat::float32: return 4 * k;
+    case WeightFormat::float32:
+      return 4 * k;
     case WeightFormat::bfloat16:
-    case WeightFormat::float16: return 2 * k;
+    case WeightFormat::float16:
+      return 2 * k;
     case WeightFormat::int8:
-    case WeightFormat::fp8_e4m3: return k + 4;
-    case WeightFormat::q4_0: return k / kGroup * 18;
-    case WeightFormat::q4_1: return k / kGroup * 20;
-    case WeightFormat::q8_0: return k / kGroup * 34;
-    case WeightFormat::dense: break;
+    case WeightFormat::fp8_e4m3:
+      return k + 4;
+    case WeightFormat::q4_0:
+      return k / kGroup * 18;
+    case WeightFormat::q4_1:
+      return k / kGroup * 20;
+    case WeightFormat::q8_0:
+      return k / kGroup * 34;
+    case WeightFormat::dense:
+      break;
   }
   return 0;
 }

@@ -106,13 +106,9 @@ def embedding(
 
 
 def _matrix(t: torch.Tensor | None) -> torch.Tensor | None:
-    return t.reshape(-1, t.shape[-1]) if isinstance(t, torch.Tensor) and t.dim() > 2 or _is_vector(t) else t
-
-
-def _is_vector(t: object) -> bool:
-    return isinstance(t, torch.Tensor) and t.dim() == 1
+    return t.reshape(-1, t.shape[-1]) if isinstance(t, torch.Tensor) and t.dim() not in (0, 2) else t
 
 
 def _matrix_view(t: torch.Tensor | None) -> torch.Tensor | None:
     """Like `_matrix`, but never a copy: what is written must reach the caller."""
-    return t.view(-1, t.shape[-1]) if isinstance(t, torch.Tensor) and t.dim() != 2 and t.dim() > 0 else t
+    return t.view(-1, t.shape[-1]) if isinstance(t, torch.Tensor) and t.dim() not in (0, 2) else t
