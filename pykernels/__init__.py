@@ -10,6 +10,7 @@ from .ops.linear import PackedWeight, embedding, linear, pack_weight
 from .ops.norm import rms_norm
 from .ops.prefill import paged_prefill_attention, prefill_attention
 from .ops.rope import rotary_embedding
+from .ops.sampling import Sampled, philox_uniform, sample, verify_draft
 from .registry import backends
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PackedWeight",
     "PagedKVCache",
+    "Sampled",
     "append_kv",
     "backends",
     "copy_pages",
@@ -28,8 +30,11 @@ __all__ = [
     "pack_weight",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "philox_uniform",
     "prefill_attention",
     "rms_norm",
     "rope_append_kv",
     "rotary_embedding",
+    "sample",
+    "verify_draft",
 ]

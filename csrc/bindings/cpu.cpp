@@ -51,11 +51,9 @@ void register_kv_cache(py::module_& m) {
 }
 
 void register_sampling(py::module_& m) {
-#if __has_include("../cpu/sampling.cpp")
   bind(m, "sample", sample, make_sample);
   bind(m, "verify_draft", verify_draft, make<VerifyParams, 12>());
   bind(m, "philox_uniform", philox_uniform, make<PhiloxParams, 3>());
-#endif
 }
 
 void register_linear(py::module_& m) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "denormals.h"
 #include "indices.h"
 #include "kernels.h"
 #include "kv_codes.h"
@@ -14,24 +15,6 @@ namespace {
 constexpr int64_t kGrainElements = 1 << 14;  // below this much work waking the team costs more than it saves
 
 int64_t grain_of(int64_t elements_per_token) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_token)); }
-
-#if defined(__x86_64__)
-// The team flushes denormals, but scales and codes are defined on all of float32 (a row of 1e-38 has a denormal scale).
-class KeepDenormals {
- public:
-  KeepDenormals() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ & ~0x8040u); }
-  ~KeepDenormals() { __builtin_ia32_ldmxcsr(saved_); }
-
- private:
-  unsigned saved_;
-};
-#else
-class KeepDenormals {
- public:
-  KeepDenormals() {}
-  ~KeepDenormals() {}
-};
-#endif
 
 // One of the two caches, with its scales, and how a token's rows get in.
 struct Pool {
@@ -130,7 +113,7 @@ void append_kv(const AppendParams& p) {
   const StoreToken store_k = store_token_for(p.k.dtype, p.k_cache.dtype), store_v = store_token_for(p.v.dtype, p.v_cache.dtype);
   const int64_t elements = p.k.size[1] * (p.k.size[2] + p.v.size[2]);
   team().parallel_for(p.k.size[0], grain_of(elements), [&](int64_t begin, int64_t end, int) {
-    const KeepDenormals guard;
+    const Denormals kept(true);  // scales and codes are defined on all of float32
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = p.slot_mapping.as<int64_t>()[t * p.slot_mapping.stride[0]];
       if (slot < 0) continue;  // padding
@@ -153,7 +136,7 @@ void rope_append_kv(const RopeAppendParams& p) {
     static thread_local Scratch scratch;
     float* cosines = scratch.get<float>(2 * padded + heads * dim);
     float *sines = cosines + padded, *rotated = sines + padded;  // k is rounded to its own type, as the two ops apart would
-    const KeepDenormals guard;
+    const Denormals kept(true);
     for (int64_t t = begin; t < end; ++t) {
       rotation(float(index_at(p.positions, t)), p.inv_freq.as<float>(), pairs, float(p.rope_scale), cosines, sines);
       const Angles angles{cosines, sines, pairs, p.interleaved};
@@ -203,7 +186,7 @@ void gather_kv(const GatherParams& p) {
   visit_cache(p.k_cache.dtype, [&]<class C>() {
     visit_float(p.k.dtype, [&]<class O>() {
       team().parallel_for(p.k.size[0], grain_of(elements), [&](int64_t begin, int64_t end, int) {
-        const KeepDenormals guard;
+        const Denormals kept(true);
         int64_t b = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
         for (int64_t t = begin; t < end; ++t) {
           while (t >= starts[b + 1]) ++b;
