@@ -43,6 +43,16 @@ class LayerPages:
     v_scale: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class CachePlan:
+    """What a number of bytes holds."""
+
+    num_pages: int
+    num_tokens: int
+    bytes_per_token: int
+    nbytes: int
+
+
 @dataclass
 class _Sequence:
     length: int = 0
@@ -90,6 +100,23 @@ class PagedKVCache:
         self._free = list(range(num_pages - 1, -1, -1))
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
+
+    @staticmethod
+    def plan(
+        memory: int,
+        *,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str | torch.dtype = "auto",
+    ) -> CachePlan:
+        """The largest cache of at most `memory` bytes. ValueError when not even one page fits."""
+        token = bytes_per_token(num_layers, num_kv_heads, head_dim, _dtype(dtype))
+        pages = memory // (page_size * token)
+        if pages < 1:
+            raise ValueError(f"PagedKVCache: {memory} bytes do not hold one page of {page_size * token} bytes")
+        return CachePlan(pages, pages * page_size, token, pages * page_size * token)
 
     # ---- memory -------------------------------------------------------------------------------------------------
     def layer(self, index: int) -> LayerPages:
@@ -182,6 +209,20 @@ class PagedKVCache:
         table = torch.tensor(rows, dtype=torch.int32).view(len(states), width)
         return table, torch.tensor([s.length for s in states], dtype=torch.int32)
 
+    def write_tables(self, sequences: Sequence[int], block_table: torch.Tensor, seqlens_k: torch.Tensor) -> None:
+        """`tables` into memory that a recorded plan or a CUDA graph points at; rows left over become empty sequences."""
+        table, lengths = self.tables(sequences)
+        rows, width = block_table.shape
+        if len(sequences) > min(rows, len(seqlens_k)) or table.shape[1] > width:
+            raise ValueError(
+                f"PagedKVCache: block_table has room for {rows} sequences of {width} pages, "
+                f"got {len(sequences)} of up to {table.shape[1]}"
+            )
+        block_table.fill_(-1)
+        block_table[: len(sequences), : table.shape[1]] = table
+        seqlens_k.zero_()
+        seqlens_k[: len(sequences)] = lengths
+
     def _get(self, sequence: int) -> _Sequence:
         if sequence not in self._sequences:
             raise ValueError(f"PagedKVCache: there is no sequence {sequence}")
@@ -212,6 +253,6 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16
     found = FORMATS.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in FORMATS.values():
+    if found is None or found not in FORMATS.values():
         raise ValueError(f"PagedKVCache: dtype must be auto or one of {', '.join(FORMATS)}, got {dtype!r}")
     return found
