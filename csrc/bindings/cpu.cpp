@@ -89,9 +89,9 @@ void register_plan(py::module_& m) {
 
 void register_ceilings(py::module_& m) {
   m.def("compute_kinds", compute_kinds);
-  m.def("probe_read", [](int64_t bytes_per_thread, int threads, int samples, double seconds) {
+  m.def("probe_read", [](int64_t bytes_per_thread, bool shared, int threads, int samples, double seconds) {
     py::gil_scoped_release release;
-    return probe_read(bytes_per_thread, {threads, samples, seconds});
+    return probe_read(bytes_per_thread, shared, {threads, samples, seconds});
   });
   m.def("probe_copy", [](int64_t bytes_per_thread, int threads, int samples, double seconds) {
     py::gil_scoped_release release;

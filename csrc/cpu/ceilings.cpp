@@ -218,15 +218,40 @@ class Buffer {
 };
 
 // ---- timing -----------------------------------------------------------------------------------------------------
-// Seconds that `rounds` rounds take on the slowest of the working threads.
+// One cache line per thread for what it alone writes.
+struct alignas(128) Span {
+  double first = 0, last = 0;
+};
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// What one sample took. They start together, once all are awake: waking a team costs more than a short sample, and is no
+// part of a ceiling.
+struct Timing {
+  double seconds = 0;  // from the first start to the last end
+  double rates = 0;    // rounds per second, each thread by its own clock, summed
+};
+
 template <class Body>
-double timed(int threads, int64_t rounds, Body&& body) {
-  const auto start = std::chrono::steady_clock::now();
+Timing timed(int threads, int64_t rounds, Body&& body) {
+  std::vector<Span> spans(size_t(team().size()));
   team().run([&](int tid) {
-    if (tid < threads)
-      for (int64_t r = 0; r < rounds; ++r) body(tid);
+    if (team().size() > 1) team().barrier();
+    if (tid >= threads) return;
+    spans[size_t(tid)].first = now();
+    for (int64_t r = 0; r < rounds; ++r) body(tid);
+    spans[size_t(tid)].last = now();
   });
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  spans.resize(size_t(threads));
+  double first = spans[0].first, last = spans[0].last;
+  Timing t;
+  for (const Span& span : spans) {
+    first = std::min(first, span.first);
+    last = std::max(last, span.last);
+    t.rates += double(rounds) / std::max(span.last - span.first, 1e-9);
+  }
+  t.seconds = last - first;
+  return t;
 }
 
 void check(const Probe& probe) {
@@ -235,19 +260,23 @@ void check(const Probe& probe) {
   if (probe.samples < 1 || !(probe.seconds > 0)) throw std::invalid_argument("samples and seconds must be positive");
 }
 
-// Rates, in units per second, of a body that does `unit` of work per round and thread. A sample is short: on a shared
-// machine a long one always holds somebody else's time slice. Rounds double until the best of three runs, which no
-// neighbour delayed, lasts as long as a sample should.
+// Rates, in units per second, of a body that does `unit` of work per round and thread. What threads share (`together`) is
+// judged by the time that all needed; what each has of its own by the sum of their rates, which stands even where a busy
+// machine never lets them run at the same moment. Samples are short: a long one always holds somebody else's time slice.
+// Rounds double until the best of three runs, which no neighbour delayed, lasts as long as a sample should.
 template <class Body>
-std::vector<double> sampled(const Probe& probe, double unit, Body&& body) {
+std::vector<double> sampled(const Probe& probe, bool together, double unit, Body&& body) {
   int64_t rounds = 1;
   for (double best = 0;; rounds *= 2) {
-    best = timed(probe.threads, rounds, body);
-    for (int i = 0; i < 2; ++i) best = std::min(best, timed(probe.threads, rounds, body));
+    best = timed(probe.threads, rounds, body).seconds;
+    for (int i = 0; i < 2; ++i) best = std::min(best, timed(probe.threads, rounds, body).seconds);
     if (best > probe.seconds * 0.7) break;
   }
   std::vector<double> rates;
-  for (int i = 0; i < probe.samples; ++i) rates.push_back(unit * double(rounds) * probe.threads / timed(probe.threads, rounds, body));
+  for (int i = 0; i < probe.samples; ++i) {
+    const Timing t = timed(probe.threads, rounds, body);
+    rates.push_back(unit * (together ? double(rounds) * probe.threads / t.seconds : t.rates));
+  }
   return rates;
 }
 
@@ -279,13 +308,13 @@ void touch(const Buffer& buffer, int threads) {  // by the thread that will read
 
 }  // namespace
 
-std::vector<double> probe_read(int64_t bytes_per_thread, const Probe& probe) {
+std::vector<double> probe_read(int64_t bytes_per_thread, bool shared, const Probe& probe) {
   check(probe);
   const Sweep sweep(bytes_per_thread);
   const Buffer buffer(sweep.part * probe.threads);
   touch(buffer, probe.threads);
   std::vector<Cursor> cursors(size_t(probe.threads));
-  return sampled(probe, double(sweep.piece), [&](int tid) {
+  return sampled(probe, shared, double(sweep.piece), [&](int tid) {
     read_piece(buffer.data() + sweep.part * tid + cursors[size_t(tid)].next(sweep.piece, sweep.part), sweep.piece);
   });
 }
@@ -297,7 +326,7 @@ std::vector<double> probe_copy(int64_t bytes_per_thread, const Probe& probe) {
   touch(from, probe.threads);
   touch(to, probe.threads);
   std::vector<Cursor> cursors(size_t(probe.threads));
-  return sampled(probe, 2.0 * double(sweep.piece), [&](int tid) {
+  return sampled(probe, true, 2.0 * double(sweep.piece), [&](int tid) {
     const int64_t at = sweep.part * tid + cursors[size_t(tid)].next(sweep.piece, sweep.part);
     copy_piece(from.data() + at, to.data() + at, sweep.piece);
   });
@@ -313,7 +342,7 @@ std::vector<double> probe_compute(const std::string& kind, const Probe& probe) {
   check(probe);
   constexpr int64_t kLoops = 1000;  // per round: a few microseconds
   for (const Peak& peak : kPeaks)
-    if (kind == peak.name) return sampled(probe, peak.ops_per_loop * double(kLoops), [&](int) { peak.run(kLoops); });
+    if (kind == peak.name) return sampled(probe, false, peak.ops_per_loop * double(kLoops), [&](int) { peak.run(kLoops); });
   throw std::invalid_argument("this level has no " + kind + " peak");
 }
 

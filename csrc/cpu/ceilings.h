@@ -13,8 +13,9 @@ struct Probe {
   double seconds;
 };
 
-// Bytes per second read from a buffer of `bytes_per_thread` for each thread, swept again and again.
-std::vector<double> probe_read(int64_t bytes_per_thread, const Probe&);
+// Bytes per second read from a buffer of `bytes_per_thread` for each thread, swept again and again. `shared`: the level
+// that serves it is one for all threads.
+std::vector<double> probe_read(int64_t bytes_per_thread, bool shared, const Probe&);
 
 // Bytes per second, reads and writes counted, of a copy from one such buffer to another (past the caches where it can).
 std::vector<double> probe_copy(int64_t bytes_per_thread, const Probe&);

@@ -9,6 +9,8 @@ from .ceilings import Ceiling, Ceilings, Roof, RoofError, measure, roof
 from .environment import Environment
 from .points import OpPoint, Recorder, op_points
 from .records import RequestRecord, StepRecord, metrics, output_hash
+from .report import document, render
+from .table import print_report
 
 __all__ = [
     "Ceiling",
@@ -20,9 +22,12 @@ __all__ = [
     "Roof",
     "RoofError",
     "StepRecord",
+    "document",
     "measure",
     "metrics",
     "op_points",
     "output_hash",
+    "print_report",
+    "render",
     "roof",
 ]

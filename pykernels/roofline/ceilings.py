@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ..contract import Cost
 from .machine import affinity, cache_totals, key_hash, machine_key, memory_bytes, ranges
 
 MARGIN = 1.05  # how far above its roof a point may read: what two runs of one probe differ by
-SAMPLES, SECONDS = 24, 1e-3
+SAMPLES, SECONDS = 40, 5e-4
 ROUNDS = 3  # visits to every probe, in turn: one bad second must not decide one ceiling
 DRIFT = 0.25  # a cached ceiling that differs by more than this from a spot check is measured anew
 BANDWIDTHS = ("l1", "l2", "l3", "dram")
@@ -213,7 +214,7 @@ class Prober:
             return list(self.module.probe_copy(size // 2, self.threads, count, SECONDS))
         if name == "dram" and working_set:
             size = min(size, max(int(working_set) // self.threads, 1 << 20))
-        return list(self.module.probe_read(size, self.threads, count, SECONDS))
+        return list(self.module.probe_read(size, name in ("l3", "dram"), self.threads, count, SECONDS))
 
     def remeasure(self, name: str, working_set: float) -> list[float]:
         return self.samples(name, 2 * SAMPLES, working_set)
@@ -258,7 +259,8 @@ def _save(path: Path, ceilings: Ceilings) -> None:
         temporary.write_text(json.dumps(ceilings.to_json()))
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def measure(level: str | None = None, threads: int | None = None, *, fresh: bool = False) -> Ceilings:
