@@ -37,10 +37,8 @@ void register_attention(py::module_& m) {
   bind(m, "prefill_attention", prefill_attention, make_prefill);
   bind(m, "paged_prefill_attention", paged_prefill_attention, make_paged_prefill);
 #endif
-#if __has_include("../cpu/decode.cpp")
   bind(m, "paged_decode_attention", paged_decode_attention, make_paged_decode);
   bind(m, "merge_attention_states", merge_attention_states, make<MergeParams, 6>());
-#endif
 }
 
 void register_kv_cache(py::module_& m) {

@@ -1,0 +1,358 @@
+// Decode attention: one query token per sequence over a paged cache, and the merge of two partial results.
+//
+// A sequence's keys are cut into splits whose size depends on its own length alone; a work unit is a split and some kv heads.
+// For each block of keys the K and V rows are loaded once for all query heads of the group. Splits are merged in order, so
+// a request's bits depend on neither the batch nor the number of threads.
+#include <atomic>
+
+#include "attention.h"
+#include "kernels.h"
+#include "paged_kv.h"
+#include "threads.h"
+
+namespace pk {
+namespace {
+
+constexpr const char* kOp = "paged_decode_attention";
+constexpr int64_t kMinSplit = 128, kMaxSplits = 32;  // short enough to share among threads, long enough that merging is nothing
+constexpr int64_t kInlineBytes = 1 << 15;            // of K and V below which waking the team costs more than it saves
+constexpr int64_t kUnitBytes = 1 << 16;              // of K and V per block of a unit: the next block is on its way to L2 meanwhile
+constexpr int kHeadsAtOnce = 4;                      // query heads that share one pass over V in registers
+
+int64_t split_tokens(int64_t requested, int64_t keys) {
+  return requested > 0 ? requested : std::max(kMinSplit, padded((keys + kMaxSplits - 1) / kMaxSplits, kBlock));
+}
+
+// Sizes of one call. Rows of partial results are padded to 16 floats at every ISA level.
+struct Sizes {
+  int64_t batch, heads, kv_heads, group, dim, dim_v, dim_pad, acc_pad;
+
+  explicit Sizes(const PagedDecodeParams& p)
+      : batch(p.q.size[0]), heads(p.q.size[1]), kv_heads(p.k_cache.size[2]), group(heads / kv_heads), dim(p.q.size[2]),
+        dim_v(p.v_cache.size[3]), dim_pad(padded(dim, kLanes)), acc_pad(padded(dim_v, 16)) {}
+  int64_t partial_floats() const { return heads * (acc_pad + 2); }
+};
+
+// One split: keys [begin, end) of a sequence. Its partial result: weighted values [heads][acc_pad], peaks and sums [heads].
+struct Split {
+  int64_t sequence;
+  Range keys;
+};
+struct Partial {
+  float *acc, *peak, *sum;
+
+  Partial(float* base, const Sizes& z, int64_t split)
+      : acc(base + split * z.partial_floats()), peak(acc + z.heads * z.acc_pad), sum(peak + z.heads) {}
+};
+
+// The splits of sequence b, appended at `out`; returns how many.
+int64_t cut(const PagedDecodeParams& p, const Scoring& scoring, int64_t b, Split* out) {
+  const int64_t keys = index_at(p.seqlens_k, b), size = split_tokens(p.split_size, keys);
+  const Range seen = scoring.visible(keys - 1, keys);
+  int64_t n = 0;
+  for (int64_t i = seen.begin / size; i * size < seen.end; ++i, ++n)
+    if (out) out[n] = {b, Range{i * size, (i + 1) * size}.meet(seen)};
+  return n;
+}
+
+// Addresses of one block's K and V rows (of kv head 0). Past the last token they repeat it, to fill a vector of keys.
+template <class T>
+struct Block {
+  int n;
+  const T *k[kBlock], *v[kBlock];
+  const float *k_scale[kBlock], *v_scale[kBlock];
+
+  void locate(const KvRows<T>& keys, const KvRows<T>& values, Range range) {
+    n = int(std::min<int64_t>(kBlock, range.end - range.begin));
+    keys.locate(range.begin, range.begin + n, k, k_scale);
+    values.locate(range.begin, range.begin + n, v, v_scale);
+    for (int t = n; t % kLanes; ++t) k[t] = k[n - 1];
+  }
+};
+
+// Asks for the lines of a row ahead of its use; they go to L2, since a block does not fit beside its successor in L1.
+template <class T>
+inline void prefetch_row(const T* row, int64_t dim) {
+  const char* p = reinterpret_cast<const char*>(row);
+  for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+// scores[group][kBlock] = scale * q.k, kLanes keys at a time: their rows are converted once into `tile` for all heads.
+template <class T>
+void score_block(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* q, vf scale, float* tile,
+                 float* scores) {
+  const int chunks = int(z.dim_pad / kLanes);
+  for (int first = 0; first < block.n; first += kLanes) {
+    for (int t = 0; t < kLanes; ++t) {
+      const T* row = block.k[first + t] + offset;
+      if (next && first + t < next->n) prefetch_row(next->k[first + t] + offset, z.dim);
+      for (int c = 0; c < chunks; ++c) store(tile + (c * kLanes + t) * kLanes, load_n(row + c * kLanes, int(z.dim) - c * kLanes));
+    }
+    for (int64_t g = 0; g < z.group; ++g) {
+      vf sum[kLanes];
+      for (int t = 0; t < kLanes; ++t) sum[t] = set1(0.f);
+      for (int c = 0; c < chunks; ++c) {
+        const vf x = load(q + g * z.dim_pad + c * kLanes);
+#pragma GCC unroll 16
+        for (int t = 0; t < kLanes; ++t) sum[t] = fma(load(tile + (c * kLanes + t) * kLanes), x, sum[t]);
+      }
+      store(scores + g * kBlock + first, add_rows(sum) * scale);
+    }
+  }
+}
+
+// acc[Heads][x ...] = acc * shrink + weights * V over Vectors vectors of columns (the last `lanes` wide).
+template <class T, int Heads, int Vectors>
+inline void weigh_columns(const T* const* rows, int64_t offset, int n, int lanes, const float* weights, const float* shrink, float* acc,
+                          int64_t acc_stride) {
+  vf sum[Heads][Vectors];
+#pragma GCC unroll 4
+  for (int h = 0; h < Heads; ++h)
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) sum[h][j] = load(acc + h * acc_stride + j * kLanes) * set1(shrink[h]);
+  for (int t = 0; t < n; ++t) {
+    const T* row = rows[t] + offset;
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) {
+      const vf value = Vectors == 1 ? load_n(row, lanes) : load(row + j * kLanes);
+#pragma GCC unroll 4
+      for (int h = 0; h < Heads; ++h) sum[h][j] = fma(set1(weights[h * kBlock + t]), value, sum[h][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int h = 0; h < Heads; ++h)
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) store(acc + h * acc_stride + j * kLanes, sum[h][j]);
+}
+
+template <class T, int Heads>
+void weigh_heads(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* weights, const float* shrink,
+                 float* acc) {
+  constexpr int kVectors = Heads == 1 ? 8 : Heads == 4 ? 2 : 4;  // accumulators within 16 registers, enough chains to hide latency
+  for (int64_t x = 0; x < z.dim_v;) {
+    const int64_t left = z.dim_v - x;
+    if (next)
+      for (int t = 0; t < next->n; ++t) __builtin_prefetch(next->v[t] + offset + x, 0, 2);
+    if (left >= kVectors * kLanes) {
+      weigh_columns<T, Heads, kVectors>(block.v, offset + x, block.n, kLanes, weights, shrink, acc + x, z.acc_pad);
+      x += kVectors * kLanes;
+    } else {
+      weigh_columns<T, Heads, 1>(block.v, offset + x, block.n, int(left), weights, shrink, acc + x, z.acc_pad);
+      x += kLanes;
+    }
+  }
+}
+
+// acc[group][acc_pad] = acc * shrink + weights[group][kBlock] * V.
+template <class T>
+void weigh_block(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* weights, const float* shrink,
+                 float* acc) {
+  for (int64_t g = 0; g < z.group; g += kHeadsAtOnce) {
+    const float *w = weights + g * kBlock, *s = shrink + g;
+    float* a = acc + g * z.acc_pad;
+    const Block<T>* ahead = g == 0 ? next : nullptr;
+    switch (std::min<int64_t>(kHeadsAtOnce, z.group - g)) {
+      case 1: weigh_heads<T, 1>(block, ahead, offset, z, w, s, a); break;
+      case 2: weigh_heads<T, 2>(block, ahead, offset, z, w, s, a); break;
+      case 3: weigh_heads<T, 3>(block, ahead, offset, z, w, s, a); break;
+      default: weigh_heads<T, 4>(block, ahead, offset, z, w, s, a);
+    }
+  }
+}
+
+// What a thread needs besides partial results.
+struct Room {
+  float *q, *state, *tile, *scores;
+
+  static int64_t floats(const Sizes& z) {
+    return z.heads * z.dim_pad + z.kv_heads * 3 * padded(z.group, kRowStep) + kLanes * z.dim_pad + z.group * kBlock;
+  }
+  Room(float* base, const Sizes& z)
+      : q(base), state(q + z.heads * z.dim_pad), tile(state + z.kv_heads * 3 * padded(z.group, kRowStep)), scores(tile + kLanes * z.dim_pad) {}
+  RowState rows(const Sizes& z, int64_t kv_head) const {
+    const int64_t n = padded(z.group, kRowStep);
+    float* s = state + kv_head * 3 * n;
+    return {s, s + n, s + 2 * n};
+  }
+};
+
+void load_query(const PagedDecodeParams& p, const Sizes& z, int64_t sequence, int64_t head, float* q) {
+  visit_float(p.q.dtype, [&]<class Q>() {
+    const Q* row = p.q.as<Q>() + sequence * p.q.stride[0] + head * p.q.stride[1];
+    for (int64_t i = 0; i < z.dim_pad; i += kLanes) store(q + i, load_n(row + i, int(z.dim - i)));
+  });
+}
+
+// One split for kv heads [h0, h1): the same block of keys for one head after the other, since their rows are neighbours.
+template <class T>
+void attend_split(const PagedDecodeParams& p, const Sizes& z, const Scoring& scoring, const Split& split, int64_t h0, int64_t h1,
+                  const Room& room, const Partial& partial) {
+  const int64_t b = split.sequence, position = index_at(p.seqlens_k, b) - 1;
+  const KvRows<T> keys = paged_rows<T>(p.k_cache, p.k_scale, p.block_table, b), values = paged_rows<T>(p.v_cache, p.v_scale, p.block_table, b);
+  for (int64_t h = h0; h < h1; ++h) {
+    room.rows(z, h).clear(z.group);
+    for (int64_t g = h * z.group; g < (h + 1) * z.group; ++g) load_query(p, z, b, g, room.q + g * z.dim_pad);
+  }
+  std::fill(partial.acc + h0 * z.group * z.acc_pad, partial.acc + h1 * z.group * z.acc_pad, 0.f);
+
+  Block<T> blocks[2];
+  blocks[0].locate(keys, values, split.keys);
+  int current = 0;
+  for (int64_t first = split.keys.begin; first < split.keys.end; first += kBlock, current ^= 1) {
+    const Block<T>& block = blocks[current];
+    Block<T>* next = first + kBlock < split.keys.end ? &blocks[current ^ 1] : nullptr;
+    if (next) next->locate(keys, values, {first + kBlock, split.keys.end});
+    const int vectors = (block.n + kLanes - 1) / kLanes;
+    for (int64_t h = h0; h < h1; ++h) {
+      score_block(block, next, h * keys.head_stride, z, room.q + h * z.group * z.dim_pad, set1(scoring.scale()), room.tile, room.scores);
+      for (int64_t g = 0; g < z.group; ++g) {
+        float* s = room.scores + g * kBlock;
+        if constexpr (is_code<T>)
+          for (int t = 0; t < block.n; ++t) s[t] *= block.k_scale[t][h * keys.scale_head_stride];
+        if (!scoring.plain()) scoring.shape(s, 0, vectors, b, h * z.group + g, position, first);
+        for (int t = block.n; t < vectors * kLanes; ++t) s[t] = -kInf;
+      }
+      const RowState state = room.rows(z, h);
+      softmax_step(room.scores, z.group, 0, vectors, state);
+      if constexpr (is_code<T>)
+        for (int64_t g = 0; g < z.group; ++g)
+          for (int t = 0; t < block.n; ++t) room.scores[g * kBlock + t] *= block.v_scale[t][h * values.scale_head_stride];
+      weigh_block(block, next, h * values.head_stride, z, room.scores, state.shrink, partial.acc + h * z.group * z.acc_pad);
+    }
+  }
+  for (int64_t h = h0; h < h1; ++h)
+    for (int64_t g = 0; g < z.group; ++g) {
+      partial.peak[h * z.group + g] = room.rows(z, h).peak[g];
+      partial.sum[h * z.group + g] = room.rows(z, h).sum[g];
+    }
+}
+
+// Splits [first, first + n) of one (sequence, head), in order, into its row of out.
+void merge_splits(const PagedDecodeParams& p, const Sizes& z, const Scoring& scoring, float* partials, int64_t first, int64_t n, int64_t b,
+                  int64_t head) {
+  float peak = -kInf, sum = 0.f;
+  for (int64_t i = 0; i < n; ++i) peak = std::max(peak, Partial(partials, z, first + i).peak[head]);
+  const vf base = set1(peak == -kInf ? 0.f : peak);
+  for (int64_t i = 0; i < n; ++i) {
+    const Partial part(partials, z, first + i);
+    sum += part.sum[head] * exp2_nonpositive(set1(part.peak[head]) - base)[0];
+  }
+  const RowEnd end = finish_row(peak, sum, scoring.sink(head));
+  if (p.lse) p.lse.as<float>()[head * p.lse.stride[0] + b * p.lse.stride[1]] = end.lse;
+  visit_float(p.out.dtype, [&]<class O>() {
+    O* out = p.out.as<O>() + b * p.out.stride[0] + head * p.out.stride[1];
+    vf total[kMaxHeadDim / kLanes] = {};
+    for (int64_t i = 0; i < n; ++i) {
+      const Partial part(partials, z, first + i);
+      const vf share = exp2_nonpositive(set1(part.peak[head]) - base);
+      for (int64_t x = 0; x < z.dim_v; x += kLanes) total[x / kLanes] = fma(load(part.acc + head * z.acc_pad + x), share, total[x / kLanes]);
+    }
+    for (int64_t x = 0; x < z.dim_v; x += kLanes) store_n(out + x, total[x / kLanes] * set1(end.scale), int(z.dim_v - x));
+  });
+}
+
+void check(const PagedDecodeParams& p, const Scoring& scoring) {
+  for (int64_t b = 0; b < p.q.size[0]; ++b) {
+    check_seqlen(kOp, p.seqlens_k, b, p.block_table, p.k_cache.size[1]);
+    const int64_t keys = index_at(p.seqlens_k, b);
+    check_pages(kOp, p.block_table, b, scoring.visible(keys - 1, keys), p.k_cache.size[1], p.k_cache.size[0]);
+  }
+}
+
+// Where partial results go: the caller's workspace, or memory of our own.
+float* partial_memory(const PagedDecodeParams& p, const Sizes& z, int64_t splits) {
+  static thread_local Scratch scratch;
+  const int64_t floats = splits * z.partial_floats(), bytes = floats * int64_t(sizeof(float));
+  if (!p.workspace) return scratch.get<float>(floats);
+  if (p.workspace.size[0] < bytes)
+    refuse(kOp, "workspace", "at least " + std::to_string(bytes) + " bytes (" + std::to_string(splits) + " splits)", p.workspace.size[0]);
+  if (reinterpret_cast<uintptr_t>(p.workspace.data) % sizeof(float)) fail(std::string(kOp) + ": workspace must be aligned to 4 bytes");
+  return p.workspace.as<float>();
+}
+
+// How many kv heads a unit takes: few enough for `workers` to share the work, and for a block to leave room in L2.
+int64_t heads_per_unit(const Sizes& z, int64_t splits, int64_t workers, int64_t row_bytes) {
+  const int64_t by_cache = std::max<int64_t>(1, kUnitBytes / (kBlock * row_bytes));
+  const int64_t by_workers = std::max<int64_t>(1, z.kv_heads * splits / (4 * workers));
+  return std::min({z.kv_heads, by_cache, by_workers});
+}
+
+}  // namespace
+
+void paged_decode_attention(const PagedDecodeParams& p) {
+  const Scoring scoring(p.mask);
+  check(p, scoring);
+  const Sizes z(p);
+  static thread_local Scratch split_memory, room_memory;
+  int64_t* starts = split_memory.get<int64_t>(z.batch + 1);  // of each sequence's splits
+  starts[0] = 0;
+  for (int64_t b = 0; b < z.batch; ++b) starts[b + 1] = starts[b] + cut(p, scoring, b, nullptr);
+  const int64_t count = starts[z.batch];
+  static thread_local Scratch list_memory;
+  Split* splits = list_memory.get<Split>(count);
+  int64_t tokens = 0;
+  for (int64_t b = 0; b < z.batch; ++b) cut(p, scoring, b, splits + starts[b]);
+  for (int64_t i = 0; i < count; ++i) tokens += splits[i].keys.end - splits[i].keys.begin;
+
+  float* partials = partial_memory(p, z, count);
+  const int64_t row_bytes = (z.dim + z.dim_v) * size_of(p.k_cache.dtype);
+  const int64_t workers = tokens * z.kv_heads * row_bytes < kInlineBytes ? 1 : team().size();
+  const int64_t step = heads_per_unit(z, count, workers, row_bytes), per_split = (z.kv_heads + step - 1) / step, units = count * per_split;
+  const int64_t room = padded(Room::floats(z), 1024);
+  float* rooms = room_memory.get<float>(room * workers);
+  std::atomic<int64_t> next{0};
+  visit_cache(p.k_cache.dtype, [&]<class T>() {
+    team().parallel_for(workers, 1, [&](int64_t, int64_t, int tid) {
+      const Room own(rooms + tid * room, z);
+      for (int64_t u; (u = next.fetch_add(1, std::memory_order_relaxed)) < units;) {
+        const int64_t i = u / per_split, h = u % per_split * step;
+        attend_split<T>(p, z, scoring, splits[i], h, std::min(h + step, z.kv_heads), own, Partial(partials, z, i));
+      }
+      if (workers > 1) team().barrier();
+      for (int64_t r = z.batch * z.heads * tid / workers; r < z.batch * z.heads * (tid + 1) / workers; ++r) {
+        const int64_t b = r / z.heads;
+        merge_splits(p, z, scoring, partials, starts[b], starts[b + 1] - starts[b], b, r % z.heads);
+      }
+    });
+  });
+}
+
+// ---- merge ----------------------------------------------------------------------------------------------------------
+namespace {
+
+// out = (out_a e^lse_a + out_b e^lse_b) / (e^lse_a + e^lse_b). A side whose lse is -inf contributes nothing, whatever it holds.
+template <class T>
+void merge_row(const T* a, float lse_a, const T* b, float lse_b, T* out, float* lse, int64_t n) {
+  const bool empty_a = lse_a == -kInf, empty_b = lse_b == -kInf;
+  const float peak = empty_a ? lse_b : empty_b ? lse_a : std::max(lse_a, lse_b);
+  const float share_a = empty_a ? 0.f : std::exp(lse_a - peak), share_b = empty_b ? 0.f : std::exp(lse_b - peak);
+  const float total = share_a + share_b;
+  const vf weight_a = set1(empty_a ? 0.f : share_a / total), weight_b = set1(empty_b ? 0.f : share_b / total);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int lanes = int(n - i);
+    vf sum = set1(0.f);
+    if (!empty_a) sum = load_n(a + i, lanes) * weight_a;
+    if (!empty_b) sum = fma(load_n(b + i, lanes), weight_b, sum);
+    store_n(out + i, sum, lanes);
+  }
+  *lse = empty_a && empty_b ? -kInf : peak + std::log(total);
+}
+
+}  // namespace
+
+void merge_attention_states(const MergeParams& p) {
+  const int64_t tokens = p.out_a.size[0], heads = p.out_a.size[1], dim = p.out_a.size[2];
+  constexpr int64_t kGrain = 64;  // rows below which waking the team costs more than the work
+  const auto lse = [](const Tensor& t, int64_t head, int64_t token) { return t.as<float>() + head * t.stride[0] + token * t.stride[1]; };
+  visit_float(p.out.dtype, [&]<class T>() {
+    const auto row = [](const Tensor& t, int64_t token, int64_t head) { return t.as<T>() + token * t.stride[0] + head * t.stride[1]; };
+    team().parallel_for(tokens * heads, kGrain, [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; ++r) {
+        const int64_t t = r / heads, h = r % heads;
+        merge_row<T>(row(p.out_a, t, h), *lse(p.lse_a, h, t), row(p.out_b, t, h), *lse(p.lse_b, h, t), row(p.out, t, h), lse(p.lse, h, t), dim);
+      }
+    });
+  });
+}
+
+}  // namespace pk

@@ -1,0 +1,90 @@
+// Online softmax over rows of scores, in base 2: scores carry a factor log2(e), so that one exponential is a handful of
+// instructions, and lse is turned back to the natural logarithm at the end.
+#pragma once
+#include <cmath>
+
+#include "shuffle.h"
+
+namespace pk {
+
+constexpr int kBlock = 64;                            // keys per step
+constexpr int kRowStep = kLanes < 8 ? 8 : kLanes;     // per-row arrays are padded to a multiple of this
+constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
+inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// 2^x for x <= 0, within about one unit in the last place; exactly 1 for 0 and exactly 0 for -inf; NaN for NaN.
+inline vf exp2_nonpositive(vf x) {
+  x = max(set1(-127.f), x);  // this order keeps NaN
+  // Adding 1.5 * 2^23 rounds to an integer in the low bits; 127 more makes those bits the exponent field of 2^n.
+  const vf magic = set1(12582912.f + 127.f), shifted = x + magic;
+  const vf f = x - (shifted - magic);  // [-0.5, 0.5]
+  vf p = set1(1.5353360555e-4f);       // minimax in relative error, constant term 1
+  p = fma(p, f, set1(1.3398874535e-3f));
+  p = fma(p, f, set1(9.6184373641e-3f));
+  p = fma(p, f, set1(5.5503324708e-2f));
+  p = fma(p, f, set1(2.4022647914e-1f));
+  p = fma(p, f, set1(6.9314720286e-1f));
+  p = fma(p, f, set1(1.f));
+  return p * as_f(as_i(shifted) << 23);  // a product keeps NaN, adding to the exponent would not
+}
+
+// What each row has met so far: its largest score, the sum of 2^(score - peak), and the factor by which its weighted
+// values shrink in this step. Arrays of kRowStep-padded length.
+struct RowState {
+  float *peak, *sum, *shrink;
+
+  void clear(int64_t rows) const {
+    for (int64_t i = 0; i < padded(rows, kRowStep); ++i) peak[i] = -kInf, sum[i] = 0.f, shrink[i] = 1.f;
+  }
+};
+
+// One step: scores[row][kBlock] become weights 2^(score - peak), in vectors [begin, end) of each row; -inf becomes 0. A row
+// that has met nothing but -inf keeps peak = -inf and sum = 0 (the 0 that is subtracted instead prevents inf - inf).
+inline void softmax_step(float* scores, int64_t rows, int begin, int end, RowState state) {
+  for (int64_t r0 = 0; r0 < rows; r0 += kLanes) {
+    const int live = int(std::min<int64_t>(kLanes, rows - r0));
+    vf part[kLanes];
+    for (int i = 0; i < kLanes; ++i) part[i] = set1(-kInf);
+    for (int i = 0; i < live; ++i) {
+      const float* s = scores + (r0 + i) * kBlock;
+      vf top = load(s + begin * kLanes);
+      for (int v = begin + 1; v < end; ++v) top = max(top, load(s + v * kLanes));
+      part[i] = top;
+    }
+    const vf before = load(state.peak + r0), peak = max(max_rows(part), before);
+    const vf base = select(peak == set1(-kInf), set1(0.f), peak), shrink = exp2_nonpositive(before - base);
+    store(state.peak + r0, peak);
+    store(state.shrink + r0, shrink);
+    float bases[kLanes];
+    store(bases, base);
+    for (int i = 0; i < kLanes; ++i) part[i] = set1(0.f);
+    for (int i = 0; i < live; ++i) {
+      float* s = scores + (r0 + i) * kBlock;
+      const vf b = set1(bases[i]);
+      vf sum = set1(0.f);
+      for (int v = begin; v < end; ++v) {
+        const vf p = exp2_nonpositive(load(s + v * kLanes) - b);
+        store(s + v * kLanes, p);
+        sum += p;
+      }
+      part[i] = sum;
+    }
+    store(state.sum + r0, fma(load(state.sum + r0), shrink, add_rows(part)));
+  }
+}
+
+// How a row ends: weighted values times `scale` are its output. `sink` is one more logit in the denominator (natural
+// units; -inf when there is none), not part of lse.
+struct RowEnd {
+  float scale, lse;
+};
+inline RowEnd finish_row(float peak, float sum, float sink) {
+  if (sum == 0.f) return {0.f, -kInf};  // saw nothing
+  const double lse = double(peak) * kLn2 + std::log(double(sum));
+  if (sink == -kInf) return {1.f / sum, float(lse)};
+  // 1 / (sum + e^(sink - peak)) without overflow: the share of the keys in the whole, over their sum.
+  const double share = 1.0 / (1.0 + std::exp(double(sink) - lse));
+  return {float(share / double(sum)), float(lse)};
+}
+
+}  // namespace pk
