@@ -33,10 +33,8 @@ void bind(py::module_& m, const char* name, void (*kernel)(const P&), P (*make)(
 }
 
 void register_attention(py::module_& m) {
-#if __has_include("../cpu/prefill.cpp")
   bind(m, "prefill_attention", prefill_attention, make_prefill);
   bind(m, "paged_prefill_attention", paged_prefill_attention, make_paged_prefill);
-#endif
   bind(m, "paged_decode_attention", paged_decode_attention, make_paged_decode);
   bind(m, "merge_attention_states", merge_attention_states, make<MergeParams, 6>());
 }

@@ -24,8 +24,8 @@ struct Range {
 class Scoring {
  public:
   explicit Scoring(const Mask& m)
-      : left_(m.window_left), right_(m.causal ? 0 : m.window_right), scale_(float(m.softmax_scale * kLog2e)),
-        cap_(float(m.softcap * kLog2e)), alibi_(m.alibi_slopes), sinks_(m.sinks) {}
+      : left_(m.window_left), right_(m.causal ? 0 : m.window_right), scale_(m.softmax_scale), cap_(float(m.softcap)),
+         alibi_(m.alibi_slopes), sinks_(m.sinks) {}
 
   // Keys that the query at absolute position p (of `keys` keys) sees. p is negative for queries before the first key.
   Range visible(int64_t p, int64_t keys) const {
@@ -37,31 +37,32 @@ class Scoring {
     return {visible(p, keys).begin, std::max(visible(p, keys).begin, visible(last, keys).end)};
   }
 
-  float scale() const { return scale_; }                // from q.k to base-2 scores
-  bool plain() const { return cap_ == 0.f && !alibi_; }  // scores need nothing but the scale
+  // Whether q.k needs nothing but a positive factor; otherwise `shape` makes scores of it, with factor 1.
+  bool plain() const { return cap_ == 0.f && !alibi_ && scale_ > 0.0; }
+  double factor() const { return plain() ? scale_ : 1.0; }
   float sink(int64_t head) const { return sinks_ ? sinks_.as<float>()[head * sinks_.stride[0]] : -kInf; }
 
-  // Soft cap, then ALiBi, on scores of keys first, first + 1, ... for the query at position p.
+  // Scale, soft cap, then ALiBi, on q.k of keys first, first + 1, ... for the query at position p.
   void shape(float* scores, int begin, int end, int64_t sequence, int64_t head, int64_t p, int64_t first) const {
-    const float slope = slope2(sequence, head);
-    const float inverse = cap_ > 0.f ? 1.f / cap_ : 0.f;
+    const float slope = slope_of(sequence, head);
     for (int v = begin; v < end; ++v) {
-      vf s = load(scores + v * kLanes);
-      if (cap_ > 0.f) s = set1(cap_) * tanh(s * set1(inverse));
+      vf s = load(scores + v * kLanes) * set1(float(scale_));
+      if (cap_ > 0.f) s = set1(cap_) * tanh(s / set1(cap_));
       if (alibi_) s = s - set1(slope) * abs(to_float(iota() + set1i(int32_t(first + v * kLanes - p))));
       store(scores + v * kLanes, s);
     }
   }
 
  private:
-  float slope2(int64_t sequence, int64_t head) const {
+  float slope_of(int64_t sequence, int64_t head) const {
     if (!alibi_) return 0.f;
     const int64_t* s = alibi_.stride;
-    return float(kLog2e) * alibi_.as<float>()[alibi_.ndim == 1 ? head * s[0] : sequence * s[0] + head * s[1]];
+    return alibi_.as<float>()[alibi_.ndim == 1 ? head * s[0] : sequence * s[0] + head * s[1]];
   }
 
   int64_t left_, right_;  // -1: unbounded
-  float scale_, cap_;     // base 2
+  double scale_;
+  float cap_;
   const Tensor &alibi_, &sinks_;
 };
 

@@ -77,9 +77,9 @@ inline void prefetch_row(const T* row, int64_t dim) {
   for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-// scores[group][kBlock] = scale * q.k, kLanes keys at a time: their rows are converted once into `tile` for all heads.
+// scores[group][kBlock] = q.k, kLanes keys at a time: their rows are converted once into `tile` for all heads.
 template <class T>
-void score_block(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* q, vf scale, float* tile,
+void score_block(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* q, float* tile,
                  float* scores) {
   const int chunks = int(z.dim_pad / kLanes);
   for (int first = 0; first < block.n; first += kLanes) {
@@ -96,7 +96,7 @@ void score_block(const Block<T>& block, const Block<T>* next, int64_t offset, co
 #pragma GCC unroll 16
         for (int t = 0; t < kLanes; ++t) sum[t] = fma(load(tile + (c * kLanes + t) * kLanes), x, sum[t]);
       }
-      store(scores + g * kBlock + first, add_rows(sum) * scale);
+      store(scores + g * kBlock + first, add_rows(sum));
     }
   }
 }
@@ -204,7 +204,7 @@ void attend_split(const PagedDecodeParams& p, const Sizes& z, const Scoring& sco
     if (next) next->locate(keys, values, {first + kBlock, split.keys.end});
     const int vectors = (block.n + kLanes - 1) / kLanes;
     for (int64_t h = h0; h < h1; ++h) {
-      score_block(block, next, h * keys.head_stride, z, room.q + h * z.group * z.dim_pad, set1(scoring.scale()), room.tile, room.scores);
+      score_block(block, next, h * keys.head_stride, z, room.q + h * z.group * z.dim_pad, room.tile, room.scores);
       for (int64_t g = 0; g < z.group; ++g) {
         float* s = room.scores + g * kBlock;
         if constexpr (is_code<T>)
@@ -213,7 +213,7 @@ void attend_split(const PagedDecodeParams& p, const Sizes& z, const Scoring& sco
         for (int t = block.n; t < vectors * kLanes; ++t) s[t] = -kInf;
       }
       const RowState state = room.rows(z, h);
-      softmax_step(room.scores, z.group, 0, vectors, state);
+      softmax_step(room.scores, z.group, 0, vectors, scoring.factor(), state);
       if constexpr (is_code<T>)
         for (int64_t g = 0; g < z.group; ++g)
           for (int t = 0; t < block.n; ++t) room.scores[g * kBlock + t] *= block.v_scale[t][h * values.scale_head_stride];
@@ -232,20 +232,23 @@ void merge_splits(const PagedDecodeParams& p, const Sizes& z, const Scoring& sco
                   int64_t head) {
   float peak = -kInf, sum = 0.f;
   for (int64_t i = 0; i < n; ++i) peak = std::max(peak, Partial(partials, z, first + i).peak[head]);
-  const vf base = set1(peak == -kInf ? 0.f : peak);
+  const float base = peak == -kInf ? 0.f : peak;
+  const auto share = [&](const Partial& part) {
+    return exp2_nonpositive(set1((part.peak[head] - base) * float(scoring.factor() * kLog2e)));
+  };
   for (int64_t i = 0; i < n; ++i) {
     const Partial part(partials, z, first + i);
-    sum += part.sum[head] * exp2_nonpositive(set1(part.peak[head]) - base)[0];
+    sum += part.sum[head] * share(part)[0];
   }
-  const RowEnd end = finish_row(peak, sum, scoring.sink(head));
+  const RowEnd end = finish_row(peak, sum, scoring.factor(), scoring.sink(head));
   if (p.lse) p.lse.as<float>()[head * p.lse.stride[0] + b * p.lse.stride[1]] = end.lse;
   visit_float(p.out.dtype, [&]<class O>() {
     O* out = p.out.as<O>() + b * p.out.stride[0] + head * p.out.stride[1];
     vf total[kMaxHeadDim / kLanes] = {};
     for (int64_t i = 0; i < n; ++i) {
       const Partial part(partials, z, first + i);
-      const vf share = exp2_nonpositive(set1(part.peak[head]) - base);
-      for (int64_t x = 0; x < z.dim_v; x += kLanes) total[x / kLanes] = fma(load(part.acc + head * z.acc_pad + x), share, total[x / kLanes]);
+      const vf weight = share(part);
+      for (int64_t x = 0; x < z.dim_v; x += kLanes) total[x / kLanes] = fma(load(part.acc + head * z.acc_pad + x), weight, total[x / kLanes]);
     }
     for (int64_t x = 0; x < z.dim_v; x += kLanes) store_n(out + x, total[x / kLanes] * set1(end.scale), int(z.dim_v - x));
   });

@@ -1,6 +1,7 @@
-// Online softmax over rows of scores, in base 2: scores carry a factor log2(e), so that one exponential is a handful of
-// instructions, and lse is turned back to the natural logarithm at the end.
+// Online softmax over rows of scores. Scores come with a positive factor (softmax_scale, or 1 where they have it already) that
+// is applied to differences from the peak only: the largest weight is exactly 1, and lse has no rounding but that of its peak.
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "shuffle.h"
@@ -9,7 +10,7 @@ namespace pk {
 
 constexpr int kBlock = 64;                            // keys per step
 constexpr int kRowStep = kLanes < 8 ? 8 : kLanes;     // per-row arrays are padded to a multiple of this
-constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
+constexpr double kLog2e = 1.4426950408889634;
 inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // 2^x for x <= 0, within about one unit in the last place; exactly 1 for 0 and exactly 0 for -inf; NaN for NaN.
@@ -28,8 +29,8 @@ inline vf exp2_nonpositive(vf x) {
   return p * as_f(as_i(shifted) << 23);  // a product keeps NaN, adding to the exponent would not
 }
 
-// What each row has met so far: its largest score, the sum of 2^(score - peak), and the factor by which its weighted
-// values shrink in this step. Arrays of kRowStep-padded length.
+// What each row has met so far: its largest score, the sum of e^(factor * (score - peak)), and by how much its weighted values
+// shrink in this step. Arrays of kRowStep-padded length.
 struct RowState {
   float *peak, *sum, *shrink;
 
@@ -38,9 +39,10 @@ struct RowState {
   }
 };
 
-// One step: scores[row][kBlock] become weights 2^(score - peak), in vectors [begin, end) of each row; -inf becomes 0. A row
-// that has met nothing but -inf keeps peak = -inf and sum = 0 (the 0 that is subtracted instead prevents inf - inf).
-inline void softmax_step(float* scores, int64_t rows, int begin, int end, RowState state) {
+// One step: scores[row][kBlock] become weights e^(factor * (score - peak)), in vectors [begin, end) of each row; -inf becomes 0.
+// A row that has met nothing but -inf keeps peak = -inf and sum = 0 (the 0 that is subtracted instead prevents inf - inf).
+inline void softmax_step(float* scores, int64_t rows, int begin, int end, double factor, RowState state) {
+  const vf scale = set1(float(factor * kLog2e));
   for (int64_t r0 = 0; r0 < rows; r0 += kLanes) {
     const int live = int(std::min<int64_t>(kLanes, rows - r0));
     vf part[kLanes];
@@ -52,7 +54,7 @@ inline void softmax_step(float* scores, int64_t rows, int begin, int end, RowSta
       part[i] = top;
     }
     const vf before = load(state.peak + r0), peak = max(max_rows(part), before);
-    const vf base = select(peak == set1(-kInf), set1(0.f), peak), shrink = exp2_nonpositive(before - base);
+    const vf base = select(peak == set1(-kInf), set1(0.f), peak), shrink = exp2_nonpositive((before - base) * scale);
     store(state.peak + r0, peak);
     store(state.shrink + r0, shrink);
     float bases[kLanes];
@@ -63,7 +65,7 @@ inline void softmax_step(float* scores, int64_t rows, int begin, int end, RowSta
       const vf b = set1(bases[i]);
       vf sum = set1(0.f);
       for (int v = begin; v < end; ++v) {
-        const vf p = exp2_nonpositive(load(s + v * kLanes) - b);
+        const vf p = exp2_nonpositive((load(s + v * kLanes) - b) * scale);
         store(s + v * kLanes, p);
         sum += p;
       }
@@ -74,13 +76,13 @@ inline void softmax_step(float* scores, int64_t rows, int begin, int end, RowSta
 }
 
 // How a row ends: weighted values times `scale` are its output. `sink` is one more logit in the denominator (natural
-// units; -inf when there is none), not part of lse.
+// logarithm; -inf when there is none), not part of lse.
 struct RowEnd {
   float scale, lse;
 };
-inline RowEnd finish_row(float peak, float sum, float sink) {
+inline RowEnd finish_row(float peak, float sum, double factor, float sink) {
   if (sum == 0.f) return {0.f, -kInf};  // saw nothing
-  const double lse = double(peak) * kLn2 + std::log(double(sum));
+  const double lse = double(peak) * factor + std::log(double(sum));
   if (sink == -kInf) return {1.f / sum, float(lse)};
   // 1 / (sum + e^(sink - peak)) without overflow: the share of the keys in the whole, over their sum.
   const double share = 1.0 / (1.0 + std::exp(double(sink) - lse));
