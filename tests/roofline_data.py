@@ -145,4 +145,12 @@ def sample_document() -> dict[str, Any]:
             "recomputed_seconds": [0.018, 0.034, 0.066, 0.129, 0.262, 0.55],
         },
         command="pykernels roofline --model smollm2 --threads 2",
+        runs=[
+            {"name": "short", "repeats": 5, "prompt_tokens": 38, "output_tokens": 64, "ttft": 0.0238, "itl": 0.00412}
+            | {"prefill_tokens_per_s": 1710.0, "prefill_tokens_per_s_range": [1622.0, 1744.0], "prefill_roof_pct": 55.2}
+            | {"decode_tokens_per_s": 243.0, "decode_tokens_per_s_range": [231.0, 246.0], "decode_roof_pct": 80.1},
+            {"name": "long", "repeats": 5, "prompt_tokens": 512, "output_tokens": 64, "ttft": 0.2353, "itl": 0.0046}
+            | {"prefill_tokens_per_s": 2216.0, "prefill_tokens_per_s_range": [2105.0, 2241.0], "prefill_roof_pct": 71.6}
+            | {"decode_tokens_per_s": 219.0, "decode_tokens_per_s_range": [207.0, 223.0], "decode_roof_pct": 77.0},
+        ],
     )

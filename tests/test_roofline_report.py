@@ -118,6 +118,24 @@ def test_points_stand_where_their_numbers_say() -> None:
         assert mark.y == pytest.approx(400 - 100 * math.log10(mark.op["flops"] / mark.op["time"] / 1e8))
 
 
+def test_the_timeline_shows_one_run_of_many() -> None:
+    data = roofline_data.sample_document()
+    later = {**data["requests"][0], "submitted": 500.0, "deliveries": [501.0]}
+    beside = {**data["requests"][0], "submitted": 100.1, "deliveries": [101.0]}
+    data["requests"] += [later, beside]
+    data["steps"].append({**data["steps"][0], "start": 500.5})
+    steps, requests = charts.first_request(data)
+    assert requests == [data["requests"][0], beside]
+    assert steps == data["steps"][:-1]
+
+
+def test_matrices_without_a_label_are_told_apart_by_their_shape() -> None:
+    op = {"name": "linear", "label": "", "shape": "1 x 576 -> 3072, q4_1"}
+    assert charts.display_name(op) == "linear · 576 → 3072"
+    assert charts.display_name({**op, "label": "gate up"}) == "linear · gate up"
+    assert charts.display_name({**op, "name": "rms_norm", "shape": "1 x 576"}) == "rms_norm"
+
+
 def test_bars_share_out_the_whole_of_each_phase() -> None:
     data = roofline_data.sample_document()
     for phase, shares in charts.time_groups(data).items():

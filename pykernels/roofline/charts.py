@@ -29,8 +29,17 @@ def both(chart: Callable[[Document, float], Board], data: Document) -> str:
     return chart(data, WIDE).render() + chart(data, NARROW).render()
 
 
+def short_name(op: Mapping[str, Any]) -> str:
+    """What tells an op from its siblings: its label, a matrix's columns and rows, else its name."""
+    if op["label"]:
+        return str(op["label"])
+    if " -> " in op["shape"]:
+        return str(op["shape"]).split(" x ", 1)[1].split(",")[0].replace(" -> ", " → ")
+    return str(op["name"])
+
+
 def display_name(op: Mapping[str, Any]) -> str:
-    return f"{op['name']} · {op['label']}" if op["label"] else str(op["name"])
+    return str(op["name"]) if short_name(op) == op["name"] else f"{op['name']} · {short_name(op)}"
 
 
 def tick_text(value: float) -> str:
@@ -166,7 +175,7 @@ def _points(out: Board, marks: Sequence[Mark], frame: Box, taken: list[Box], wid
     for mark in marks:
         if mark.share < (0.02 if wide else 0.08):
             continue
-        words = f"{mark.op['label'] or mark.op['name']} {mark.op['roof_pct']:.0f} %"
+        words = f"{short_name(mark.op)} {mark.op['roof_pct']:.0f} %"
         others = [m.body for m in marks if m is not mark]
         box = place((mark.x, mark.y), mark.radius, words, size, frame, [*taken, *others])
         if box is not None:
@@ -278,18 +287,29 @@ def itl_histogram(data: Document, width: float) -> Board:
     return out
 
 
+def first_request(data: Document) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Steps and requests that overlap the life of the first request: one run, or one batch."""
+    first = min(data["requests"], key=lambda r: r["submitted"])
+    start, end = first["submitted"], max(first["deliveries"], default=first["submitted"])
+    requests = [r for r in data["requests"] if start <= r["submitted"] <= end]
+    end = max([end, *(d for r in requests for d in r["deliveries"])])
+    steps = [s for s in data["steps"] if start <= s["start"] <= end]
+    return steps, requests
+
+
 def timeline(data: Document, width: float) -> Board:
-    """When each step ran, and when each token was handed over."""
-    origin = min([r["submitted"] for r in data["requests"]] + [s["start"] for s in data["steps"]])
-    ends = [s["start"] + s["seconds"] for s in data["steps"]] + [d for r in data["requests"] for d in r["deliveries"]]
-    total = max(ends) - origin
+    """When each step of the first request ran, and when each token was handed over."""
+    steps, requests = first_request(data)
+    origin = min([r["submitted"] for r in requests] + [s["start"] for s in steps])
+    ends = [s["start"] + s["seconds"] for s in steps] + [d for r in requests for d in r["deliveries"]]
+    total = max([*ends, origin + 1e-6]) - origin
     out = board(width, 190.0, "Steps and tokens over time")
     x = Scale(0.0, total * 1e3, 66.0, width - 12)
     out.x_axis(x, 148.0, 12.0, "ms since the request was submitted", tick_text)
     for row, phase in enumerate(PHASES):
         top = 16.0 + 44 * row
         out.text(58, top + 19, phase, f"lane {phase}", "end")
-        for step in data["steps"]:
+        for step in steps:
             if step["phase"] == phase:
                 left = x((step["start"] - origin) * 1e3)
                 right = x((step["start"] + step["seconds"] - origin) * 1e3)
@@ -298,7 +318,7 @@ def timeline(data: Document, width: float) -> Board:
                     "rect", hover, x=left, y=top, width=max(right - left - 0.4, 0.6), height=30.0, cls=f"step {phase}"
                 )
     out.text(58, 120, "tokens", "lane", "end")
-    for request in data["requests"]:
+    for request in requests:
         for moment in request["deliveries"]:
             at = x((moment - origin) * 1e3)
             out.line(at, 106, at, 126, "delivery")
@@ -346,14 +366,21 @@ def no_cache(data: Document, width: float) -> Board:
     out.y_axis(y, x.start, x.end, "ms per token", tick_text)
     for context in contexts:
         out.line(x(context), y.start, x(context), y.end, "grid")
-        out.text(x(context), y.start + 16, f"{context:,}", "tick", "middle")
+        out.text(x(context), y.start + 16, tick_text(context), "tick", "middle")
     out.line(x.start, y.start, x.end, y.start, "axis")
     out.text((x.start + x.end) / 2, y.start + 34, "tokens in context", "label", "middle")
     for values, name, cls in ((again, "no cache", "again"), (cached, "KV cache", "cached")):
         points = [(x(c), y(v * 1e3)) for c, v in zip(contexts, values, strict=True)]
         out.path(points, f"line {cls}")
         for (px, py), context, value in zip(points, contexts, values, strict=True):
-            out.add("circle", f"{name} at {context:,} tokens: {seconds(value)}", cx=px, cy=py, r=4.5, cls=f"dot {cls}")
+            out.add(
+                "circle",
+                f"{name} at {tick_text(context)} tokens: {seconds(value)}",
+                cx=px,
+                cy=py,
+                r=4.5,
+                cls=f"dot {cls}",
+            )
         out.text(points[-1][0] + 10, points[-1][1] - 2, name, f"line-label {cls}")
         out.text(points[-1][0] + 10, points[-1][1] + 12, text(values[-1], "s"), "tick")
     return out

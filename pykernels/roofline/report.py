@@ -29,6 +29,7 @@ KEYS = (
     "kv_memory",
     "no_cache",
     "command",
+    "runs",
 )
 
 
@@ -45,12 +46,15 @@ def document(
     kv_memory: Mapping[str, Any],
     no_cache: Mapping[str, Any],
     command: str,
+    runs: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The one dictionary that is printed by `--json`, written to `roofline.json` and drawn in `index.html`.
 
     `model`: `name`, `weights` (format), `kv` (format), and whatever else names it. `generation`: `prompt`, `text`.
     `kv_memory`: `weights_bytes`, `max_context`, `bytes_per_token` (format -> bytes; float32, bfloat16, int8).
     `no_cache`: lists of the same length `context`, `cached_seconds`, `recomputed_seconds` (per token).
+    `runs`: repeated requests of one shape each: `name`, `repeats`, `prompt_tokens`, `output_tokens`, `ttft`, `itl`, and per
+    phase `<phase>_tokens_per_s`, `<phase>_tokens_per_s_range` [slowest, fastest], `<phase>_roof_pct`.
     ValueError when a part is missing, empty, or not a finite number.
     """
     out = {
@@ -65,6 +69,7 @@ def document(
         "kv_memory": dict(kv_memory),
         "no_cache": dict(no_cache),
         "command": command,
+        "runs": [dict(run) for run in runs],
     }
     validate(out)
     return out
@@ -120,6 +125,10 @@ def figure(data: Mapping[str, Any], path: str, unit: str = "") -> str:
     return f'<data data-key="{escape(path)}" data-unit="{escape(unit)}" value="{escape(exact)}">{shown}</data>'
 
 
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
 def html(data: Mapping[str, Any]) -> str:
     """The page. ValueError as `validate`; ImportError with the command to install what is missing."""
     try:
@@ -142,6 +151,7 @@ def html(data: Mapping[str, Any]) -> str:
         groups=charts.time_groups(data),
         series=charts.series_of(data),
         display_name=charts.display_name,
+        plural=plural,
         ceiling_names={**charts.LEVEL_NAMES, **charts.PEAK_NAMES, "copy": "copy, both ways"},
         level_names=charts.LEVEL_NAMES,
     )

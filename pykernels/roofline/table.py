@@ -78,6 +78,10 @@ def print_report(data: Mapping[str, Any], file: TextIO | None = None) -> None:
     metrics.add_column(justify="right")
     for words, key, unit in METRICS:
         metrics.add_row(words, text(data["metrics"][key], unit))
+    for run in data["runs"]:
+        words = f"{run['name']}: {text(run['prompt_tokens'])} + {text(run['output_tokens'])} tokens"
+        speeds = f"{text(run['prefill_tokens_per_s'])} prefill, {text(run['decode_tokens_per_s'])} decode tok/s"
+        metrics.add_row(words, speeds)
     for block in (*blocks, metrics):
         console.print(block)
         console.print()
