@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .contract import OPS, Scalar
+from .contract import OPS, Scalar, packed_bytes
 
 DTYPE_CODES = {
     torch.float32: 0,
@@ -167,6 +167,12 @@ class CpuBackend:
     def run(self, op_name: str, args: Mapping[str, Any]) -> None:
         flat = [args[a.name] if isinstance(a, Scalar) else view(args[a.name]) for a in OPS[op_name].args]
         getattr(module(), op_name)(*flat)
+
+    def repack_rows16(self, plain: torch.Tensor, weight_format: str, rows: int, columns: int) -> torch.Tensor:
+        """The bytes of a plain packed weight in the rows16 layout, rows padded with zeros to a multiple of 16."""
+        rows16 = torch.empty(packed_bytes(weight_format, -(-rows // 16) * 16, columns), dtype=torch.uint8)
+        module().repack_rows16(plain.data_ptr(), rows16.data_ptr(), weight_format, rows, columns)
+        return rows16
 
 
 BACKEND = CpuBackend()

@@ -56,7 +56,7 @@ inline void store_bits(T* p, V v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-inline vf set1(float x) { return vf{} + x; }
+inline vf set1(float x) { return x - vf{}; }  // not vf{} + x: adding to zero is an instruction, since it turns -0 into 0
 inline vi set1i(int32_t x) { return vi{} + x; }
 inline vf as_f(vi v) { return (vf)v; }
 inline vf as_f(vu v) { return (vf)v; }

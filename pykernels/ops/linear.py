@@ -6,7 +6,7 @@ import torch
 
 from ..contract.linear import EMBEDDING, LINEAR
 from ..library import call
-from ..packed_weight import PackedWeight, pack_weight
+from .packed_weight import PackedWeight, pack_weight
 
 __all__ = ["PackedWeight", "embedding", "linear", "pack_weight"]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from . import native
-from .contract.linear import BLOCK, BLOCKED, LAYOUTS, ROW_BYTES, packed_bytes
+from ..contract.linear import BLOCK, BLOCKED, LAYOUTS, ROW_BYTES, packed_bytes
+from ..registry import load
 
 FLOAT_FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHANNEL_FORMATS = {"int8": (torch.int8, 127.0), "fp8_e4m3": (torch.float8_e4m3fn, 448.0)}
@@ -51,7 +52,7 @@ class PackedWeight:
         return self.data.device
 
     @staticmethod
-    def from_gguf_blocks(raw: torch.Tensor, format: str, shape: tuple[int, int]) -> PackedWeight:
+    def from_plain(raw: torch.Tensor, format: str, shape: tuple[int, int]) -> PackedWeight:
         """The bytes of a GGUF tensor (Q4_0, Q4_1, Q8_0, F32, F16 or BF16 under our name), taken as they are."""
         return PackedWeight(format, "plain", shape, raw.contiguous().view(torch.uint8).flatten())
 
@@ -88,9 +89,8 @@ class PackedWeight:
         rows, columns = self.shape
         if layout == "plain":
             return PackedWeight(self.format, "plain", self.shape, _plain_from_rows16(self))
-        source = self.data.cpu()
-        data = torch.empty(packed_bytes(self.format, _padded(rows), columns), dtype=torch.uint8)
-        native.module().repack_rows16(source.data_ptr(), data.data_ptr(), self.format, rows, columns)
+        cpu: Any = load("cpu")
+        data = cpu.repack_rows16(self.data.cpu(), self.format, rows, columns)
         return PackedWeight(self.format, "rows16", self.shape, data.to(self.device))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
