@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ _observers: list[Observer] = []
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Every op that runs inside goes through `observer(op, args, run)`, which must call `run()` once."""
+    """Every op that runs inside goes through `observer(op, args, run)`, which must call `run()` once.
+
+    Observers nest: one that is entered later runs inside those entered before.
+    """
     _observers.append(observer)
     try:
         yield
@@ -42,10 +46,10 @@ def _register(op: Op) -> None:
         args = _named(op, tuple(flat))
         check(op, args)
         chosen = resolve(op, args, backend)
-        if _observers:
-            _observers[-1](op, args, lambda: chosen.run(op.name, args))
-        else:
-            chosen.run(op.name, args)
+        run: Callable[[], None] = partial(chosen.run, op.name, args)
+        for observer in reversed(_observers):
+            run = partial(observer, op, args, run)
+        run()
 
     def fake(*values: Any) -> None:
         check(op, _named(op, values[:-1]))

@@ -60,10 +60,14 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
-def load(name: str) -> Backend:
-    """The backend of that name, imported; ValueError for a name that does not exist."""
+def _known(name: str) -> None:
     if name not in _MODULES:
         raise ValueError(f"backend must be one of auto, {', '.join(_MODULES)}, got {name!r}")
+
+
+def load(name: str) -> Backend:
+    """The backend of that name, imported; ValueError for a name that does not exist."""
+    _known(name)
     return importlib.import_module(_MODULES[name]).BACKEND
 
 
@@ -98,8 +102,7 @@ def resolve(op: Op, args: Mapping[str, Any], backend: str) -> Backend:
     names = _AUTO.get(_device(args), ()) if backend == "auto" else (backend,)
     refused = []
     for name in names:
-        if backend != "auto":
-            load(name)  # an unknown name is the caller's mistake
+        _known(name)
         reasons = _reasons(name, op, args)
         if not reasons:
             return load(name)

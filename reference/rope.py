@@ -18,7 +18,8 @@ def rotary_embedding(
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates pair p of the token at position t by the angle t * inv_freq[p] -> q_out, k_out."""
-    return tuple(rotate(x, positions, inv_freq, interleaved, rope_scale, compute_dtype) for x in (q, k))
+    q_out, k_out = (rotate(x, positions, inv_freq, interleaved, rope_scale, compute_dtype) for x in (q, k))
+    return q_out, k_out
 
 
 def rotate(

@@ -33,6 +33,7 @@ def test_opcheck(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_compiles_without_a_graph_break_and_gives_the_same_bits(op: Op) -> None:
+    torch._dynamo.reset()
     names = list(first_case(op))
 
     def step(*values: Any) -> list[torch.Tensor]:
@@ -47,13 +48,10 @@ def test_compiles_without_a_graph_break_and_gives_the_same_bits(op: Op) -> None:
 
 
 def test_an_explicit_backend_is_that_backend_or_an_error_with_its_reasons() -> None:
-    x, w = torch.ones(2, 8, device="meta"), torch.ones(8, device="meta")
-    with pytest.raises(
-        NotImplementedError, match=r"rms_norm: no backend can serve this call \(cpu: tensors are on meta"
-    ):
-        pk.rms_norm(x, w, eps=1e-5, out=torch.empty_like(x), backend="cpu")
+    with pytest.raises(NotImplementedError, match=r"rms_norm: no backend can serve this call \(triton: .+\)"):
+        pk.rms_norm(torch.ones(2, 8), torch.ones(8), eps=1e-5, backend="triton")
     with pytest.raises(NotImplementedError, match="no backend serves meta tensors"):
-        registry.resolve(OPS["rms_norm"], {"x": x}, "auto")
+        registry.resolve(OPS["rms_norm"], {"x": torch.ones(2, 8, device="meta")}, "auto")
 
 
 def test_an_unknown_backend_is_a_value_error_that_lists_the_known_ones() -> None:
@@ -112,7 +110,7 @@ def test_native_signatures_follow_the_contract() -> None:
     for op in OPS.values():
         text = getattr(module, op.name).__doc__.splitlines()[0]
         kinds = [part.split(":")[1].strip() for part in text[text.index("(") + 1 : text.rindex(")")].split(", ")]
-        expected = {int: "int", float: "float", bool: "bool", str: "str"}
+        expected = {int: "SupportsInt", float: "SupportsFloat", bool: "bool", str: "str"}
         assert len(kinds) == len(op.args), text
         for kind, arg in zip(kinds, op.args, strict=True):
             want = "Tensor" if not hasattr(arg, "type") else expected[arg.type]

@@ -49,7 +49,9 @@ PK_INLINE void add_group(const DotGroup<F>& g, int part, const uint8_t* x, const
 
 PK_INLINE vi quad(const uint8_t* p) { return set1i(load_bits<int32_t>(p)); }
 
-#if !PK_AVX2
+#if PK_AVX2
+PK_INLINE vf set1b(const float* p) { return (vf)_mm256_broadcast_ss(p); }
+#else
 // acc + the dot product of four unsigned codes with four signed ones, per 32-bit lane.
 PK_INLINE vi dot4(vi acc, vi codes, vi x) {
 #if PK_AVX512 && defined(__AVX512VNNI__)
@@ -99,30 +101,68 @@ void dot_tile(const uint8_t* block, int64_t k, const uint8_t* tile, float* out) 
     }
   }
 }
-#else
+#endif
+
+#if PK_AVX2
 // Without vpdpbusd: vpmaddubsw adds pairs of products in 16 bits.
 // 4-bit codes: |15 x 127 x 2 x 8| < 2^15, so one 16-bit accumulator holds a group of 32 columns.
-template <WeightFormat F, int W>
-PK_INLINE void dot_group_q4(const DotGroup<F>& group, int part, const uint8_t* x, vi (&s)[W]) {
-  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  __m256i q[8];
+// All sixteen rows at once, half of the columns at a time: eight registers of codes, and one broadcast of x feeds two
+// products. What a token has after the first half waits in memory, where the accumulators live too.
+template <int W, bool kSecond>
+PK_INLINE void dot_half_q4(const uint8_t* codes, const uint8_t* x, __m256i (&sum)[W][2]) {
+  const __m256i low = _mm256_set1_epi8(15);
+  __m256i q[4][2];
 #pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m256i bytes = load_bits<__m256i>(group.codes + 64 * j + 32 * part);
-    q[j] = _mm256_and_si256(bytes, low);
-    q[4 + j] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
-  }
+  for (int j = 0; j < 4; ++j)
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {
+      const __m256i bytes = load_bits<__m256i>(codes + 64 * j + 32 * part);
+      q[j][part] = _mm256_and_si256(kSecond ? _mm256_srli_epi16(bytes, 4) : bytes, low);
+    }
 #pragma GCC unroll 8
   for (int t = 0; t < W; ++t) {
-    __m256i sum = _mm256_maddubs_epi16(q[0], (__m256i)quad(x + 4 * t));
-#pragma GCC unroll 8
-    for (int j = 1; j < 8; ++j) {
-      sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(q[j], (__m256i)quad(x + 4 * (j * W + t))));
-      __asm__("" : "+x"(sum));  // keeps the chain: gcc would reassociate it into eight live products and spill them
+    __m256i s[2];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m256i v = (__m256i)quad(x + 4 * ((j + 4 * kSecond) * W + t));
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; ++part) {
+        const __m256i pairs = _mm256_maddubs_epi16(q[j][part], v);
+        s[part] = j > 0 ? _mm256_add_epi16(s[part], pairs) : kSecond ? _mm256_add_epi16(sum[t][part], pairs) : pairs;
+        __asm__("" : "+x"(s[part]));  // keeps the chain: gcc would reassociate it into live products and spill them
+      }
     }
-    s[t] = (vi)_mm256_madd_epi16(sum, ones);
-    if constexpr (F == WeightFormat::q4_0) s[t] += quad(x + 36 * W + 4 * t);
+    sum[t][0] = s[0];
+    sum[t][1] = s[1];
   }
+}
+
+template <WeightFormat F, int W>
+void dot_tile_q4(const uint8_t* block, int64_t k, const uint8_t* x, float* out) {
+  const int64_t groups = k / kGroup;
+  const __m256i ones = _mm256_set1_epi16(1);
+  vf acc[W][2] = {};
+  for (int64_t g = 0; g < groups; ++g, x += kGroupBytes * W) {
+    const DotGroup<F> group(block, g, groups);
+    __m256i sum[W][2];
+    dot_half_q4<W, false>(group.codes, x, sum);
+    dot_half_q4<W, true>(group.codes, x, sum);
+    const float* scale = reinterpret_cast<const float*>(x + 32 * W);
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {
+      const vf d = group.half(group.scales, part);
+      const vf m = F == WeightFormat::q4_1 ? group.half(group.minima, part) : d;
+#pragma GCC unroll 8
+      for (int t = 0; t < W; ++t) {
+        vi s = (vi)_mm256_madd_epi16(sum[t][part], ones);
+        if constexpr (F == WeightFormat::q4_0) s += quad(x + 36 * W + 4 * t);
+        if constexpr (F == WeightFormat::q4_1) acc[t][part] = fma(m, set1b(scale + W + t), acc[t][part]);
+        acc[t][part] = fma(to_float(s), d * set1b(scale + t), acc[t][part]);
+      }
+    }
+  }
+  for (int t = 0; t < W; ++t)
+    for (int part = 0; part < 2; ++part) store(out + t * kBlockRows + part * kLanes, acc[t][part]);
 }
 
 // 8-bit codes: |w| <= 128 unsigned times sign(x, w), pairs at most 128 x 127 x 2 < 2^15, exact for w = -128 too.
@@ -144,6 +184,7 @@ PK_INLINE void dot_group_q8(const DotGroup<F>& group, int part, const uint8_t* x
 
 template <WeightFormat F, int W>
 void dot_tile(const uint8_t* block, int64_t k, const uint8_t* tile, float* out) {
+  if constexpr (DotGroup<F>::kNibbles) return dot_tile_q4<F, W>(block, k, tile, out);
   const int64_t groups = k / kGroup;
   for (int part = 0; part < kParts; ++part) {
     vf acc[W] = {};
@@ -151,10 +192,7 @@ void dot_tile(const uint8_t* block, int64_t k, const uint8_t* tile, float* out) 
     for (int64_t g = 0; g < groups; ++g, x += kGroupBytes * W) {
       const DotGroup<F> group(block, g, groups);
       vi s[W];
-      if constexpr (DotGroup<F>::kNibbles)
-        dot_group_q4<F, W>(group, part, x, s);
-      else
-        dot_group_q8<F, W>(group, part, x, s);
+      dot_group_q8<F, W>(group, part, x, s);
       add_group<F, W>(group, part, x, s, acc);
     }
     for (int t = 0; t < W; ++t) {

@@ -17,8 +17,6 @@ from ..registry import ABSENT, backends, load
 from ..testing.compare import Mismatch, check_case
 from ..testing.factories import Case, cases
 
-NAME = "check"
-HELP = "Compare every op of the available backends with the reference, by error budget, on this machine."
 EXAMPLES = """\
   pykernels check
   pykernels check --backend cpu --op sample

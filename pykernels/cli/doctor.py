@@ -12,8 +12,6 @@ import torch
 from .. import __version__, native
 from ..registry import backends
 
-NAME = "doctor"
-HELP = "Show the backends with the reasons why one is missing, ISA level, threads and versions."
 EXAMPLES = """\
   pykernels doctor
   PYKERNELS_CPU_ISA=scalar pykernels doctor --json

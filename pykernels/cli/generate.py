@@ -9,8 +9,6 @@ from typing import Any
 from ..roofline.records import metrics
 from .options import add_model_options, add_sampling_options, load_generator, sampling_params
 
-NAME = "generate"
-HELP = "Continue a prompt, or answer it through the model's chat template."
 EXAMPLES = """\
   pykernels generate "What is a KV cache?"
   pykernels generate --raw "Once upon a time" --temperature 0.8 --top-p 0.9 --seed 1

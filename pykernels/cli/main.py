@@ -6,73 +6,81 @@ Exit codes: 0 success, 1 a failed check, 2 wrong usage or input.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .. import __version__
-from . import check, doctor, generate, roofline
+from ..roofline.ceilings import RoofError
+
+# A command's module is imported when it is chosen, so that `doctor` and `check` need none of the extras.
+COMMANDS = {
+    "generate": "continue a prompt, or answer it through the model's chat template",
+    "roofline": "generate text, and report how close each kernel came to this machine's limit",
+    "check": "compare every op of the available backends with the reference on this machine",
+    "doctor": "show backends with the reasons why one is missing, ISA level, threads, versions",
+}
 
 
-class Command(Protocol):
-    """A command: its arguments, and what runs."""
-
-    NAME: str
-    HELP: str
-    EXAMPLES: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-    def run(self, args: argparse.Namespace) -> tuple[int, dict[str, Any] | None]: ...
-
-
-COMMANDS: tuple[Any, ...] = (generate, roofline, check, doctor)
-
-
-def parser() -> argparse.ArgumentParser:
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The command line's parser, with the options of the chosen command."""
     top = argparse.ArgumentParser(
-        prog="pykernels", description="Kernels for LLM inference, and how close they are to the roof."
+        prog="pykernels", description="Kernels for LLM inference, and how close they are to the machine's limit."
     )
     top.add_argument("--version", action="version", version=f"pykernels {__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
-    for command in COMMANDS:
+    for name, text in COMMANDS.items():
+        command = importlib.import_module(f".{name}", __package__) if name == chosen else None
         sub = commands.add_parser(
-            command.NAME,
-            help=command.HELP,
-            description=command.HELP,
-            epilog="examples:\n" + command.EXAMPLES,
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"examples:\n{command.EXAMPLES}" if command else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument(
             "--json", action="store_true", help="one JSON document on standard output, messages on standard error"
         )
-        command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        if command:
+            command.add_arguments(sub)
+            sub.set_defaults(run=command.run)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((w for w in words if w in COMMANDS), None)
     try:
+        args = _parser(chosen).parse_args(words)
         code, document = args.run(args)
         if args.json and document is not None:
             print(json.dumps(document, allow_nan=False))
         sys.stdout.flush()
+    except BrokenPipeError:  # the reader went away, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except RoofError as error:
+        return _say(chosen, error, 1)
+    except ModuleNotFoundError as error:
+        return _say(
+            chosen, ImportError(f"{error}; pip install 'pykernels[demo,report]' brings what the commands need"), 2
+        )
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader went away, as with `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        print(f"pykernels {args.command}: {_one_line(error)}", file=sys.stderr)
-        return 2
+        return _say(chosen, error, 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return code
+    return int(code)
 
 
-def _one_line(error: BaseException) -> str:
+def _say(command: str | None, error: Any, code: int) -> int:
+    """The error in one line on standard error."""
+    text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split())
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    print(f"pykernels {command}: {' '.join(text.split())}", file=sys.stderr)
+    return code

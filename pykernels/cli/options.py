@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator
 
 from ..generator import Generator, SamplingParams
 from ..models.decoder import WEIGHT_MODES
@@ -61,7 +59,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def load_generator(args: argparse.Namespace, **options: int) -> Generator:
     """The model that the options name, with a word of progress."""
-    with progress(f"loading {args.model}"):
+    with Progress() as progress:
+        progress.say(f"loading {args.model}")
         return Generator.from_pretrained(
             args.model,
             backend=args.backend,
@@ -86,13 +85,32 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-@contextlib.contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Says on standard error what is going on; on a terminal the line goes away when it is done."""
-    terminal = sys.stderr.isatty()
-    print(f"{text} ...", end="" if terminal else "\n", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if terminal:
+class Progress:
+    """A line on standard error that says what is going on and how far it is; on a terminal it goes away at the end."""
+
+    def __init__(self, total: int = 0) -> None:
+        self.total, self.done, self.text = total, 0, ""
+        self.terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """What happens next."""
+        self.text = text
+        self._show(end="" if self.terminal else "\n")
+
+    def tick(self) -> None:
+        """One of `total` parts is done."""
+        self.done += 1
+        if self.terminal:
+            self._show(end="")
+
+    def _show(self, end: str) -> None:
+        share = f"{100 * self.done // self.total:3d} %  " if self.total else ""
+        start = "\r\033[K" if self.terminal else ""
+        print(f"{start}{share}{self.text} ...", end=end, file=sys.stderr, flush=True)

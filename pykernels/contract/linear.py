@@ -57,6 +57,8 @@ def _weight_bytes(args: Args) -> float:
 
 
 def _linear_cost(dims: Dims, args: Args) -> Cost:
+    if dims["tokens"] == 0:  # the weight is not read
+        return Cost(0.0, 0.0)
     flops = 2.0 * dims["tokens"] * dims["in_features"] * dims["out_features"]
     return Cost(flops, _weight_bytes(args) + tensor_bytes(args, ("x", "bias", "residual", "out")))
 

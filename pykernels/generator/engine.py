@@ -14,9 +14,10 @@ import torch
 
 from ..kv_cache import PagedKVCache
 from ..models.decoder import Buffers, Decoder, StepInputs
+from ..roofline.points import Recorder
 from ..roofline.records import StepRecord
 from .costs import StepCost
-from .graph import DecodeStep, plans_enabled, timed_forward
+from .graph import DecodeStep, OpClock, plans_enabled, recorded
 from .request import Request
 from .sampler import Sampler
 
@@ -36,6 +37,7 @@ class Engine:
         self.use_plan = on_cpu and (plans_enabled() if use_plan is None else use_plan)
         self.cost = StepCost(decoder, cache)
         self.steps: list[StepRecord] = []
+        self.recorder: Recorder | None = None  # when set, times every op of every step
         self._prefill_buffers: Buffers | None = None
         self._decode_steps: dict[int, DecodeStep] = {}
         self._sampler: Sampler | None = None
@@ -132,11 +134,12 @@ class Engine:
                 decoder.config, decoder.precision, self.chunk, min(self.chunk, self.max_batch)
             )
         inputs, finished, contexts = self._prefill_inputs(work)
-        kernels = timed_forward(self.decoder, inputs, self.cache, self._prefill_buffers)
+        with recorded(self.recorder, "prefill"), OpClock() as clock:
+            self.decoder.forward(inputs, self.cache, self._prefill_buffers)
         for request, count in work:
             request.computed += count
         counts = [count for _, count in work]
-        self._record("prefill", started, kernels, counts, contexts, len(finished))
+        self._record("prefill", started, clock.seconds, counts, contexts, len(finished))
         return self._prefill_buffers.logits[: len(finished)], finished
 
     def _prefill_inputs(self, work: Sequence[tuple[Request, int]]) -> tuple[StepInputs, list[Request], list[int]]:
@@ -184,7 +187,7 @@ class Engine:
         table, lengths = self.cache.tables([self._sequence(r) for r in requests])
         inputs.block_table[:, : table.shape[1]] = table
         inputs.seqlens_k.copy_(lengths)
-        kernels = step.run()
+        kernels = step.run(self.recorder)
         contexts = [r.length for r in requests]
         self._record("decode", started, kernels, [1] * batch, contexts, batch)
         yield from self._sample(list(requests), step.buffers.logits)
@@ -194,19 +197,46 @@ class Engine:
             raise RuntimeError("the request has no sequence in the cache")
         return request.sequence
 
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits after every token of `ids`, float32 `[len(ids), vocab]`, through the prefill phase."""
+        sequence = self.cache.add_sequence()
+        buffers = Buffers(self.decoder.config, self.decoder.precision, self.chunk, self.chunk)
+        rows = []
+        try:
+            for begin in range(0, len(ids), self.chunk):
+                part = list(ids[begin : begin + self.chunk])
+                slots = self.cache.append(sequence, len(part))
+                table, lengths = self.cache.tables([sequence])
+                inputs = StepInputs(
+                    ids=torch.tensor(part),
+                    positions=torch.arange(begin, begin + len(part)),
+                    slot_mapping=slots,
+                    block_table=table,
+                    seqlens_k=lengths,
+                    cu_seqlens_q=torch.tensor([0, len(part)], dtype=torch.int32),
+                    max_seqlen_q=len(part),
+                )
+                rows.append(self.decoder.forward(inputs, self.cache, buffers).clone())
+        finally:
+            self.cache.free(sequence)
+        return torch.cat(rows)
+
     # ---- after a step -------------------------------------------------------------------------------------------
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[tuple[Request, str]]:
         started = time.perf_counter()
         if self._sampler is None or self._sampler.requests != tuple(requests):
             self._sampler = Sampler(requests, self.decoder.backend)
         events = []
-        for request, (token, logprob) in zip(requests, self._sampler.sample(logits), strict=True):
+        with OpClock() as clock:
+            drawn = self._sampler.sample(logits)
+        for request, (token, logprob) in zip(requests, drawn, strict=True):
             piece = request.accept(token, logprob)
             if request.length >= self.decoder.config.max_context and not request.done:
                 request.finish_reason = "length"
             events.append((request, piece))
         last = self.steps[-1]
         last.seconds += time.perf_counter() - started
+        last.kernel_seconds += clock.seconds
         return events
 
     def _record(

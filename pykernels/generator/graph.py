@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..contract import Op
 from ..kv_cache import PagedKVCache
 from ..library import observed
 from ..models.decoder import Buffers, Decoder, StepInputs
+from ..roofline.points import Recorder
 
 
 def plans_enabled() -> bool:
@@ -58,25 +60,49 @@ class DecodeStep:
             self.decoder.forward(self.inputs, self.cache, self.buffers)
         self.plan = plan
 
-    def run(self) -> float:
-        """Runs the step on what the input buffers hold; returns the seconds spent in kernels."""
+    def run(self, recorder: Recorder | None = None) -> float:
+        """Runs the step on what the input buffers hold; returns the seconds spent in kernels.
+
+        With a recorder, the plan's ops are timed one by one (a plan's own time includes what is between them).
+        """
         if self.plan is None:
-            return timed_forward(self.decoder, self.inputs, self.cache, self.buffers)
+            with recorded(recorder, "decode"), OpClock() as clock:
+                self.decoder.forward(self.inputs, self.cache, self.buffers)
+            return clock.seconds
+        if recorder is not None:
+            seconds = self.plan.run_timed()
+            recorder.add_plan("decode", self.calls, seconds)
+            return sum(seconds)
         start = time.perf_counter()
         self.plan.run()
         return time.perf_counter() - start
 
 
-def timed_forward(decoder: Decoder, inputs: StepInputs, cache: PagedKVCache, buffers: Buffers) -> float:
-    """A forward pass op by op; returns the seconds spent inside ops."""
-    spent = 0.0
+@contextmanager
+def recorded(recorder: Recorder | None, phase: str) -> Iterator[None]:
+    """Ops that run inside belong to one step of `phase` of the recorder, if there is one."""
+    if recorder is None:
+        yield
+    else:
+        with recorder.step(phase), observed(recorder):
+            yield
 
-    def clock(_: Op, __: Mapping[str, Any], run: Any) -> None:
-        nonlocal spent
+
+class OpClock:
+    """Seconds spent inside ops while it is entered: `with OpClock() as clock: ...; clock.seconds`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._scope = observed(self._time)
+
+    def _time(self, _: Op, __: Mapping[str, Any], run: Callable[[], None]) -> None:
         start = time.perf_counter()
         run()
-        spent += time.perf_counter() - start
+        self.seconds += time.perf_counter() - start
 
-    with observed(clock):
-        decoder.forward(inputs, cache, buffers)
-    return spent
+    def __enter__(self) -> OpClock:
+        self._scope.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -122,10 +123,10 @@ class Decoder:
         wanted = self.precision.weights
         same = len({s.format for s in sources}) == 1
         if wanted == "auto" and same:
-            parts = [PackedWeight.from_plain(s.raw(), s.format, s.shape) for s in sources]
+            parts = [PackedWeight.from_gguf_blocks(s.raw(), s.format, (s.shape[0], s.shape[1])) for s in sources]
             return PackedWeight.concat(parts).to_layout("rows16")
         rows = torch.cat([s.float32() for s in sources])
-        return pack_weight(rows, "float32" if wanted == "auto" else wanted).to_layout("rows16")
+        return pack_weight(rows, "float32" if wanted == "auto" else wanted, layout="rows16")
 
     @property
     def weight_bytes(self) -> int:
@@ -164,6 +165,8 @@ class Decoder:
             self._linear(hidden, layer.down, out=x, residual=x)
         if step.logit_rows is not None:
             rows = step.logit_rows.shape[0]
+            if rows == 0:  # a chunk that ends no prompt
+                return buffers.logits[:0]
             x = torch.index_select(x, 0, step.logit_rows, out=buffers.last[:rows])
         rows = x.shape[0]
         rms_norm(x, self.final_norm, eps=self.config.rms_eps, out=buffers.normed[:rows], backend=self.backend)
@@ -200,10 +203,10 @@ class Decoder:
             scale=config.rope_scale,
             k_scale=pages.k_scale,
             v_scale=pages.v_scale,
-            out=rotated,
+            q_out=rotated,
             backend=self.backend,
         )
-        common = {
+        common: dict[str, Any] = {
             "block_table": step.block_table,
             "seqlens_k": step.seqlens_k,
             "k_scale": pages.k_scale,

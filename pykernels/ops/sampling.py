@@ -224,6 +224,9 @@ def philox_uniform(
     Returns:
         Uniforms in (0, 1), float32 `[batch, n]`: element i is `((word >> 9) + 0.5) * 2^-23`, word i % 4 of counter
         `(i // 4, 0, position low, position high)` under key `(seed low, seed high)`.
+
+    Raises:
+        ValueError: shape, dtype or device, a negative position; TypeError: not a tensor.
     """
     batch, device = _rows_of("philox_uniform: seeds", seeds)
     if out is None:

@@ -21,6 +21,7 @@ from ..contract import Cost
 from .machine import affinity, cache_totals, key_hash, machine_key, memory_bytes, ranges
 
 MARGIN = 1.05  # how far above its roof a point may read: what two runs of one probe differ by
+CACHE_ASSISTED = "dram + cache"
 SAMPLES, SECONDS = 40, 5e-4
 ROUNDS = 3  # visits to every probe, in turn: one bad second must not decide one ceiling
 DRIFT = 0.25  # a cached ceiling that differs by more than this from a spot check is measured anew
@@ -77,6 +78,13 @@ class Ceilings:
         fits = (n for n in BANDWIDTHS if n in self.table and working_set <= self.caches.get(n, 0))
         return next(fits, "dram")
 
+    def cache_assisted(self, working_set: float) -> float:
+        """Bytes per second when the last-level cache kept as much of a larger working set as it can since the last use."""
+        last = max((n for n in BANDWIDTHS if n in self.table), key=lambda n: self.caches.get(n, 0))
+        kept = min(float(self.caches.get(last, 0)), working_set)
+        seconds = kept / self.table[last].value + (working_set - kept) / self.table["dram"].value
+        return working_set / seconds
+
     def peak(self, kind: str) -> str:
         """Name of the compute ceiling of a kind of arithmetic."""
         if kind not in PEAKS:
@@ -125,13 +133,27 @@ class Roof:
     peak: str
 
 
-def roof(cost: Cost, compute_kind: str, ceilings: Ceilings, working_set: float | None = None) -> Roof:
-    """The roof over `cost`. `working_set`: bytes touched between two uses of the same data (default: the cost's own)."""
+def roof(
+    cost: Cost,
+    compute_kind: str,
+    ceilings: Ceilings,
+    working_set: float | None = None,
+    *,
+    cache_assisted: bool = False,
+) -> Roof:
+    """The roof over `cost`. `working_set`: bytes touched between two uses of the same data (default: the cost's own).
+
+    `cache_assisted` allows for what the last-level cache may have kept of a working set that it cannot hold.
+    """
     if cost.flops < 0 or cost.bytes < 0 or cost.flops + cost.bytes <= 0:
         raise ValueError(f"a roof needs work, got {cost.flops} FLOPs and {cost.bytes} bytes")
-    bandwidth = ceilings.bandwidth(cost.bytes if working_set is None else working_set)
+    touched = cost.bytes if working_set is None else working_set
+    bandwidth = ceilings.bandwidth(touched)
     peak = ceilings.peak(compute_kind)
-    memory_seconds = cost.bytes / ceilings.table[bandwidth].value
+    rate = ceilings.table[bandwidth].value
+    if cache_assisted and bandwidth == "dram":
+        rate, bandwidth = ceilings.cache_assisted(touched), CACHE_ASSISTED
+    memory_seconds = cost.bytes / rate
     compute_seconds = cost.flops / ceilings.table[peak].value
     seconds = max(memory_seconds, compute_seconds)
     bound = bandwidth if memory_seconds >= compute_seconds else peak
@@ -148,8 +170,11 @@ def percent_of_roof(
     working_set: float | None = None,
     remeasure: Remeasure | None = None,
 ) -> tuple[float, Roof]:
-    """How much of its roof `cost` done in `seconds` reached, and that roof. `remeasure` runs a probe again when the
-    result is above; `RoofError` when it stays above. `what` names the work in the message."""
+    """How much of its roof `cost` done in `seconds` reached, and that roof. `what` names the work in the message.
+
+    `remeasure` runs a probe again when the result is above. What stays above the DRAM roof is held to the bandwidth that
+    the last-level cache can add to it (and says so); above that too it is a `RoofError`.
+    """
     if not seconds > 0:
         raise ValueError(f"{what}: seconds must be positive, got {seconds}")
     limit = roof(cost, compute_kind, ceilings, working_set)
@@ -163,8 +188,10 @@ def percent_of_roof(
         if limit.seconds > above:
             ceilings.raise_to_best(limit.bound)
             limit = roof(cost, compute_kind, ceilings, working_set)
+    if limit.seconds > above and limit.bound == "dram":
+        limit = roof(cost, compute_kind, ceilings, working_set, cache_assisted=True)
     if limit.seconds > above:
-        top = ceilings.table[limit.bound]
+        top = ceilings.table.get(limit.bound, ceilings.table["dram"])
         raise RoofError(
             f"{what}: {cost.flops:.4g} FLOP and {cost.bytes:.4g} bytes in {seconds:.4g} s is "
             f"{100 * limit.seconds / seconds:.0f} % of its roof ({limit.bound}, best sample {top.best:.4g} {top.unit}): "
