@@ -129,7 +129,20 @@ def test_the_best_sample_seen_is_the_last_resort(limits: Ceilings) -> None:
     assert percent == pytest.approx(100 * 28 / 30)
     assert limits.raised == ["dram"]
     with pytest.raises(RoofError):
-        percent_of_roof("x", Cost(1.0, 1e9), 1e9 / (30.0 * MARGIN * 1.01), "float32", limits)
+        percent_of_roof("x", Cost(1.0, 1e9), 1e9 / (30.0 * MARGIN * 1.1), "float32", limits)
+
+
+def test_what_passes_the_dram_roof_is_held_to_what_the_last_cache_can_add(limits: Ceilings) -> None:
+    """A working set of three caches' size: a third may still be there from the last use, the rest comes from memory."""
+    limits.table["dram"], limits.table["l3"] = Ceiling("B/s", [10.0] * 8), Ceiling("B/s", [40.0] * 8)
+    size = 3.0 * limits.caches["l3"]
+    seconds = size / 3 / 40 + 2 * size / 3 / 10
+    percent, limit = percent_of_roof("x", Cost(1.0, size), 1.25 * seconds, "float32", limits)
+    assert (percent, limit.bound) == (pytest.approx(80.0), "dram + cache")
+    percent, limit = percent_of_roof("x", Cost(1.0, size), size / 9, "float32", limits)
+    assert (percent, limit.bound) == (pytest.approx(90.0), "dram")
+    with pytest.raises(RoofError, match="dram"):
+        percent_of_roof("x", Cost(1.0, size), seconds / MARGIN / 1.01, "float32", limits)
 
 
 def test_a_time_of_zero_is_refused(limits: Ceilings) -> None:

@@ -123,7 +123,7 @@ class Decoder:
         wanted = self.precision.weights
         same = len({s.format for s in sources}) == 1
         if wanted == "auto" and same:
-            parts = [PackedWeight.from_gguf_blocks(s.raw(), s.format, (s.shape[0], s.shape[1])) for s in sources]
+            parts = [PackedWeight.from_plain(s.raw(), s.format, (s.shape[0], s.shape[1])) for s in sources]
             return PackedWeight.concat(parts).to_layout("rows16")
         rows = torch.cat([s.float32() for s in sources])
         return pack_weight(rows, "float32" if wanted == "auto" else wanted, layout="rows16")
