@@ -29,6 +29,10 @@ inline vf uniform_of(vu words) { return (to_float((vi)(words >> 9)) + set1(0.5f)
 constexpr float kLargestGumbel = 16.64f;
 inline vf gumbel(vf u) { return set1(0.f) - log(set1(0.f) - log(u)); }
 
+// No less than gumbel(u) and without a logarithm: -log u >= 1 - u >= 2^e, with e the exponent of 1 - u. Most noise cannot
+// win, and this says so for a tenth of the work.
+inline vf gumbel_bound(vf u) { return to_float(127 - (as_i(set1(1.f) - u) >> 23)) * set1(0.693147182f); }
+
 class Noise {
  public:
   static constexpr int kBlock = 4 * kLanes;

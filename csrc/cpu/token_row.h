@@ -134,6 +134,7 @@ inline int64_t draw_tile(const float* x, int64_t n, int64_t first_id, float top,
     noise.block(first_id + i, u);
     vi better = set1i(0);
     for (int j = 0; j < 4; ++j) {
+      if (!any(score[j] + gumbel_bound(u[j]) > set1(floor - Lead::kSlack))) continue;
       const vf s = score[j] + gumbel(u[j]);
       const vi wins = s > best;  // ids ascend, so a tie keeps the lower one
       best = select(wins, s, best);
