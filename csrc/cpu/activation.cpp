@@ -17,13 +17,15 @@ inline vf gelu_tanh(vf g) {
   return g / (set1(1.f) + exp(z * set1(-2.f)));
 }
 
-template <class X, class O>
-void gate_row(const X* x, O* out, int64_t width, Gate kind) {
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const int n = int(width - i);
+template <Gate kKind, class X, class O>
+void gate_row(const X* x, O* out, int64_t width) {
+  const auto step = [&](int64_t i, int n) {
     const vf gate = load_n(x + i, n), up = load_n(x + width + i, n);
-    store_n(out + i, (kind == Gate::silu ? silu(gate) : gelu_tanh(gate)) * up, n);
-  }
+    store_n(out + i, (kKind == Gate::silu ? silu(gate) : gelu_tanh(gate)) * up, n);
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) step(i, kLanes);
+  if (i < width) step(i, int(width - i));
 }
 
 }  // namespace
@@ -33,7 +35,8 @@ void gated_activation(const GatedActivationParams& p) {
   visit_float(p.x.dtype, [&]<class X>() {
     visit_float(p.out.dtype, [&]<class O>() {
       team().parallel_for(rows, kSmallWork / std::max<int64_t>(width, 1), [&](int64_t begin, int64_t end, int) {
-        for (int64_t r = begin; r < end; ++r) gate_row(p.x.as<X>() + r * p.x.stride[0], p.out.as<O>() + r * p.out.stride[0], width, p.kind);
+        const auto row = p.kind == Gate::silu ? gate_row<Gate::silu, X, O> : gate_row<Gate::gelu_tanh, X, O>;
+        for (int64_t r = begin; r < end; ++r) row(p.x.as<X>() + r * p.x.stride[0], p.out.as<O>() + r * p.out.stride[0], width);
       });
     });
   });

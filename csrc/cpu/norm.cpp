@@ -10,12 +10,11 @@ namespace {
 constexpr int64_t kGrain = 4;             // rows below which waking the team costs more than the work
 constexpr int kChains = 16 / kLanes * 4;  // partial sums of squares: 64 numbers at every level, so that long rows stay accurate
 
-template <class X, class W, class O>
-void norm_row(const X* x, const X* residual, X* sum_out, const W* weight, O* out, int64_t n, float eps, float* sum) {
+// Writes the row's (summed) values to `sum` as float32 and returns the sum of their squares.
+template <class X>
+float sum_row(const X* x, const X* residual, X* sum_out, int64_t n, float* sum) {
   vf squares[kChains] = {};
-  int chain = 0;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int lanes = int(n - i);
+  const auto step = [&](int64_t i, int lanes, vf& chain) {
     vf v = load_n(x + i, lanes);
     if (residual) v += load_n(residual + i, lanes);
     if (sum_out) {
@@ -23,15 +22,25 @@ void norm_row(const X* x, const X* residual, X* sum_out, const W* weight, O* out
       v = load_n(sum_out + i, lanes);  // normalise what was stored
     }
     store_n(sum + i, v, lanes);
-    squares[chain] = fma(v, v, squares[chain]);
-    chain = (chain + 1) % kChains;
-  }
+    chain = fma(v, v, chain);
+  };
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= n; i += kChains * kLanes)
+#pragma GCC unroll 16
+    for (int c = 0; c < kChains; ++c) step(i + c * kLanes, kLanes, squares[c]);
+#pragma GCC unroll 16
+  for (int c = 0; c < kChains; ++c)
+    if (i + c * kLanes < n) step(i + c * kLanes, int(n - i - c * kLanes), squares[c]);
   for (int c = 1; c < kChains; ++c) squares[0] += squares[c];
-  const vf scale = set1(1.f / std::sqrt(reduce_add(squares[0]) / float(n) + eps));
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int lanes = int(n - i);
-    store_n(out + i, load_n(sum + i, lanes) * scale * load_n(weight + i, lanes), lanes);
-  }
+  return reduce_add(squares[0]);
+}
+
+template <class X, class W, class O>
+void norm_row(const X* x, const X* residual, X* sum_out, const W* weight, O* out, int64_t n, float eps, float* sum) {
+  const vf scale = set1(1.f / std::sqrt(sum_row(x, residual, sum_out, n, sum) / float(n) + eps));
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(sum + i) * scale * load(weight + i));
+  if (i < n) store_n(out + i, load_n(sum + i, int(n - i)) * scale * load_n(weight + i, int(n - i)), int(n - i));
 }
 
 }  // namespace

@@ -17,8 +17,9 @@
 namespace pk {
 namespace {
 
-// Longer than the gap between two ops or two decode steps; then the thread sleeps on a futex.
-constexpr int kSpins = 4000;
+// About a third of a millisecond: longer than the gap between two ops that Python calls one by one. Then the thread
+// sleeps on a futex, and waking it costs tens of microseconds.
+constexpr int kSpins = 20000;
 
 inline void relax() {
 #if defined(__x86_64__)
