@@ -100,9 +100,12 @@ def load(level: str) -> ModuleType:
 
 
 def chosen_level() -> str:
-    forced = os.environ.get("PYKERNELS_CPU_ISA")
-    if forced:
-        return forced
+    """The level in use: `PYKERNELS_CPU_ISA`, else the best that is built and that this CPU has."""
+    return os.environ.get("PYKERNELS_CPU_ISA") or _best_level()
+
+
+@functools.cache
+def _best_level() -> str:
     levels = usable_levels()
     if not levels:
         raise ImportError("no CPU module is built: " + "; ".join(f"{lv}: {level_reason(lv)}" for lv in LEVELS))
