@@ -20,9 +20,10 @@ from oracle import Case, Divergence, compare, load_cases
 from pykernels import native
 from pykernels.contract import Cost, bind_dims
 from pykernels.generator import Completion, Generator, SamplingParams
-from pykernels.generator.graph import DecodeStep
+from pykernels.generator.graph import ModelStep
 from pykernels.library import observed
 from pykernels.models import resolve_model
+from pykernels.models.decoder import Buffers
 
 
 def packaged() -> str:
@@ -76,15 +77,14 @@ def test_float32_logits_agree_with_transformers(exact: Generator, cases: list[Ca
 def decode_logits(generator: Generator, case: Case) -> np.ndarray:
     """Logits of the teacher's rows with everything after the first prompt token through the decode phase."""
     engine, ids = generator.engine, case.teacher_ids
-    step = DecodeStep(engine.decoder, engine.cache, 1, engine.max_pages, engine.use_plan)
+    buffers = Buffers(engine.decoder.config, engine.decoder.precision, 1, 1)
+    step = ModelStep(engine.decoder, engine.cache, buffers, "decode", (1, 1), engine.use_plan)
     sequence = engine.cache.add_sequence()
     rows = []
     for position, token in enumerate(ids):
         step.inputs.ids[0], step.inputs.positions[0] = token, position
         step.inputs.slot_mapping.copy_(engine.cache.append(sequence, 1))
-        table, lengths = engine.cache.tables([sequence])
-        step.inputs.block_table[:, : table.shape[1]] = table
-        step.inputs.seqlens_k.copy_(lengths)
+        engine.cache.write_tables([sequence], step.inputs.block_table, step.inputs.seqlens_k)
         step.run()
         rows.append(step.buffers.logits.clone())
     engine.cache.free(sequence)
@@ -199,7 +199,7 @@ def test_streamed_pieces_join_to_the_text(quantised: Generator) -> None:
     prompt = quantised.encode_chat([{"role": "user", "content": "Write three emoji and the word naïve."}])
     pieces = list(quantised.stream(prompt, params))
     assert "".join(pieces) == quantised.generate([prompt], params)[0].text
-    assert all("\ufffd" not in piece for piece in pieces)
+    assert all("\ufffd" not in piece for piece in pieces[:-1])  # the length limit may cut a character
 
 
 def test_a_stop_string_ends_the_text_and_no_part_of_it_leaks(quantised: Generator) -> None:

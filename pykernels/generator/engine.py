@@ -17,10 +17,11 @@ from ..models.decoder import Buffers, Decoder, StepInputs
 from ..roofline.points import Recorder
 from ..roofline.records import StepRecord
 from .costs import StepCost
-from .graph import DecodeStep, OpClock, plans_enabled, recorded
+from .graph import ModelStep, OpClock, plans_enabled, recorded
 from .request import Request
 from .sampler import Sampler
 
+MAX_STEPS = 32  # shapes whose recorded passes are kept
 CHUNK = 256  # prompt tokens a step: activations stay in the cache, and prefill speed is flat from 128 to 1024
 
 
@@ -32,14 +33,13 @@ class Engine:
     ) -> None:
         self.decoder, self.cache = decoder, cache
         self.max_batch, self.chunk = max_batch, chunk
-        self.max_pages = -(-decoder.config.max_context // cache.page_size)
         on_cpu = decoder.backend in ("auto", "cpu")
         self.use_plan = on_cpu and (plans_enabled() if use_plan is None else use_plan)
         self.cost = StepCost(decoder, cache)
         self.steps: list[StepRecord] = []
         self.recorder: Recorder | None = None  # when set, times every op of every step
         self._prefill_buffers: Buffers | None = None
-        self._decode_steps: dict[int, DecodeStep] = {}
+        self._steps: dict[tuple[str, int, int], ModelStep] = {}
         self._sampler: Sampler | None = None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -126,68 +126,67 @@ class Engine:
                 room -= count
         return work
 
+    def _step(self, phase: str, tokens: int, batch: int) -> ModelStep:
+        """The pass of this shape, recorded on first use. The least recently made ones are dropped."""
+        key = (phase, tokens, batch)
+        if key not in self._steps:
+            if phase == "decode":
+                buffers = Buffers(self.decoder.config, self.decoder.precision, batch, batch)
+            else:
+                rows = min(self.chunk, self.max_batch)
+                self._prefill_buffers = self._prefill_buffers or Buffers(
+                    self.decoder.config, self.decoder.precision, self.chunk, rows
+                )
+                buffers = self._prefill_buffers
+            if len(self._steps) >= MAX_STEPS:
+                del self._steps[next(iter(self._steps))]
+            self._steps[key] = ModelStep(self.decoder, self.cache, buffers, phase, (tokens, batch), self.use_plan)
+        return self._steps[key]
+
     def _prefill_step(self, work: Sequence[tuple[Request, int]]) -> tuple[torch.Tensor, list[Request]]:
         started = time.perf_counter()
-        if self._prefill_buffers is None:
-            decoder = self.decoder
-            self._prefill_buffers = Buffers(
-                decoder.config, decoder.precision, self.chunk, min(self.chunk, self.max_batch)
-            )
-        inputs, finished, contexts = self._prefill_inputs(work)
-        with recorded(self.recorder, "prefill"), OpClock() as clock:
-            self.decoder.forward(inputs, self.cache, self._prefill_buffers)
-        for request, count in work:
-            request.computed += count
         counts = [count for _, count in work]
-        self._record("prefill", started, clock.seconds, counts, contexts, len(finished))
-        return self._prefill_buffers.logits[: len(finished)], finished
+        step = self._step("prefill", sum(counts), len(work))
+        last_rows, finished = self._fill(step.inputs, work)
+        buffers = step.buffers
+        with recorded(self.recorder, "prefill"):
+            kernels = step.run(self.recorder)
+            with OpClock() as clock:
+                logits = self.decoder.head_forward(buffers.x[torch.tensor(last_rows, dtype=torch.int64)], buffers)
+        contexts = [request.computed for request, _ in work]
+        self._record("prefill", started, kernels + clock.seconds, counts, contexts, len(finished))
+        return logits, finished
 
-    def _prefill_inputs(self, work: Sequence[tuple[Request, int]]) -> tuple[StepInputs, list[Request], list[int]]:
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[torch.Tensor] = []
-        ends, rows, finished, contexts = [0], [], [], []
-        for request, count in work:
-            begin, end = request.computed, request.computed + count
-            ids += request.prompt_ids[begin:end]
-            positions += range(begin, end)
-            slots.append(self.cache.append(self._sequence(request), count))
-            ends.append(len(ids))
-            contexts.append(end)
-            if end == len(request.prompt_ids):
-                rows.append(len(ids) - 1)
+    def _fill(self, inputs: StepInputs, work: Sequence[tuple[Request, int]]) -> tuple[list[int], list[Request]]:
+        """Puts the next prompt tokens into a step's buffers; returns the rows that end a prompt, and whose they are."""
+        end, rows, finished = 0, [], []
+        for index, (request, count) in enumerate(work):
+            part, first = slice(end, end + count), request.computed
+            inputs.ids[part] = torch.tensor(request.prompt_ids[first : first + count])
+            inputs.positions[part] = torch.arange(first, first + count)
+            inputs.slot_mapping[part] = self.cache.append(self._sequence(request), count)
+            request.computed, end = first + count, end + count
+            if inputs.cu_seqlens_q is not None:
+                inputs.cu_seqlens_q[index + 1] = end
+            if request.computed == len(request.prompt_ids):
+                rows.append(end - 1)
                 finished.append(request)
-        table, lengths = self.cache.tables([self._sequence(r) for r, _ in work])
-        inputs = StepInputs(
-            ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.cat(slots),
-            block_table=table,
-            seqlens_k=lengths,
-            cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
-            max_seqlen_q=max(count for _, count in work),
-            logit_rows=torch.tensor(rows, dtype=torch.int64),
-        )
-        return inputs, finished, contexts
+        self.cache.write_tables([self._sequence(r) for r, _ in work], inputs.block_table, inputs.seqlens_k)
+        return rows, finished
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, str]]:
         """One more token for each request."""
         started = time.perf_counter()
         batch = len(requests)
-        step = self._decode_steps.get(batch)
-        if step is None:
-            step = self._decode_steps[batch] = DecodeStep(
-                self.decoder, self.cache, batch, self.max_pages, self.use_plan
-            )
+        step = self._step("decode", batch, batch)
         inputs = step.inputs
         for row, request in enumerate(requests):
             inputs.ids[row] = request.output_ids[-1]
             inputs.positions[row] = request.length - 1
             inputs.slot_mapping[row : row + 1] = self.cache.append(self._sequence(request), 1)
-        table, lengths = self.cache.tables([self._sequence(r) for r in requests])
-        inputs.block_table[:, : table.shape[1]] = table
-        inputs.seqlens_k.copy_(lengths)
-        kernels = step.run(self.recorder)
+        self.cache.write_tables([self._sequence(r) for r in requests], inputs.block_table, inputs.seqlens_k)
+        with recorded(self.recorder, "decode"):
+            kernels = step.run(self.recorder)
         contexts = [r.length for r in requests]
         self._record("decode", started, kernels, [1] * batch, contexts, batch)
         yield from self._sample(list(requests), step.buffers.logits)

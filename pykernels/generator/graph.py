@@ -1,4 +1,4 @@
-"""A decode step that is recorded once per batch size and replayed in one native call: the CPU's CUDA graph."""
+"""A forward pass that is recorded once per shape and replayed in one native call: the CPU's CUDA graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,58 +23,69 @@ def plans_enabled() -> bool:
     return os.environ.get("PYKERNELS_PLAN", "1") != "0"
 
 
-@dataclass
-class DecodeStep:
-    """One decode step of a fixed batch size: its input buffers, and how to run it."""
+class ModelStep:
+    """A forward pass of one shape: `tokens` new tokens of `batch` sequences, with input buffers of its own.
 
-    decoder: Decoder
-    cache: PagedKVCache
-    batch: int
-    max_pages: int
-    use_plan: bool
-    buffers: Buffers = field(init=False)
-    inputs: StepInputs = field(init=False)
-    calls: list[tuple[Op, Mapping[str, Any]]] = field(default_factory=list)
-    plan: Any = None
+    Decode computes the logits of every sequence; prefill stops in front of the head, since only a prompt's last token
+    needs logits.
+    """
 
-    def __post_init__(self) -> None:
-        batch = self.batch
-        self.buffers = Buffers(self.decoder.config, self.decoder.precision, batch, batch)
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: PagedKVCache,
+        buffers: Buffers,
+        phase: str,
+        shape: tuple[int, int],
+        use_plan: bool,
+    ) -> None:
+        tokens, batch = shape
+        self.decoder, self.cache, self.buffers, self.phase = decoder, cache, buffers, phase
+        pages = -(-decoder.config.max_context // cache.page_size)
         self.inputs = StepInputs(
-            ids=torch.zeros(batch, dtype=torch.int64),
-            positions=torch.zeros(batch, dtype=torch.int64),
-            slot_mapping=torch.full((batch,), -1, dtype=torch.int64),
-            block_table=torch.full((batch, self.max_pages), -1, dtype=torch.int32),
+            ids=torch.zeros(tokens, dtype=torch.int64),
+            positions=torch.zeros(tokens, dtype=torch.int64),
+            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64),
+            block_table=torch.full((batch, pages), -1, dtype=torch.int32),
             seqlens_k=torch.zeros(batch, dtype=torch.int32),
+            cu_seqlens_q=None if phase == "decode" else torch.zeros(batch + 1, dtype=torch.int32),
+            max_seqlen_q=tokens,
         )
-        if self.use_plan:
-            self._record()
+        self.calls: list[tuple[Op, Mapping[str, Any]]] = []
+        self.plan = self._record() if use_plan else None
 
-    def _record(self) -> None:
+    def _forward(self) -> None:
+        if self.phase == "decode":
+            self.decoder.forward(self.inputs, self.cache, self.buffers)
+        else:
+            self.decoder.layers_forward(self.inputs, self.cache, self.buffers)
+
+    def _record(self) -> Any:
         def keep(op: Op, args: Mapping[str, Any], run: Any) -> None:
             self.calls.append((op, args))
             run()
 
         with native.record() as plan, observed(keep):
-            self.decoder.forward(self.inputs, self.cache, self.buffers)
-        self.plan = plan
+            self._forward()
+        return plan
 
     def run(self, recorder: Recorder | None = None) -> float:
-        """Runs the step on what the input buffers hold; returns the seconds spent in kernels.
+        """Runs on what the input buffers hold; returns the seconds spent in kernels.
 
-        With a recorder, the plan's ops are timed one by one (a plan's own time includes what is between them).
+        With a recorder, inside one of its steps, the ops are timed one by one.
         """
         if self.plan is None:
-            with recorded(recorder, "decode"), OpClock() as clock:
-                self.decoder.forward(self.inputs, self.cache, self.buffers)
+            with OpClock() as clock:
+                self._forward()
             return clock.seconds
-        if recorder is not None:
-            seconds = self.plan.run_timed()
-            recorder.add_plan("decode", self.calls, seconds)
-            return sum(seconds)
-        start = time.perf_counter()
-        self.plan.run()
-        return time.perf_counter() - start
+        if recorder is None:
+            start = time.perf_counter()
+            self.plan.run()
+            return time.perf_counter() - start
+        seconds = self.plan.run_timed()
+        for (op, args), spent in zip(self.calls, seconds, strict=True):
+            recorder.add(op, args, spent)
+        return sum(seconds)
 
 
 @contextmanager

@@ -58,7 +58,6 @@ class StepInputs:
     seqlens_k: torch.Tensor  # int32 [B], with this step's tokens
     cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]
     max_seqlen_q: int = 1
-    logit_rows: torch.Tensor | None = None  # int64: rows whose logits are wanted; None is all
 
 
 class Buffers:
@@ -150,7 +149,12 @@ class Decoder:
         linear(x, weight, residual=residual, activations=self._activations(weight), out=out, backend=self.backend)
 
     def forward(self, step: StepInputs, cache: PagedKVCache, buffers: Buffers) -> torch.Tensor:
-        """Logits of the wanted rows, float32 `[rows, vocab]`, in `buffers.logits`. Keys and values go to the cache."""
+        """Logits after every token, float32 `[tokens, vocab]`, in `buffers.logits`. Keys and values go to the cache."""
+        self.layers_forward(step, cache, buffers)
+        return self.head_forward(buffers.x[: step.ids.shape[0]], buffers)
+
+    def layers_forward(self, step: StepInputs, cache: PagedKVCache, buffers: Buffers) -> None:
+        """Embedding and all layers: the residual stream of every token, `[tokens, hidden]`, in `buffers.x`."""
         tokens = step.ids.shape[0]
         x, normed = buffers.x[:tokens], buffers.normed[:tokens]
         embedding(step.ids, self.embedding, out=x, backend=self.backend)
@@ -163,15 +167,15 @@ class Decoder:
             self._linear(normed, layer.gate_up, out=gate_up)
             gated_activation(gate_up, kind="silu", out=hidden, backend=self.backend)
             self._linear(hidden, layer.down, out=x, residual=x)
-        if step.logit_rows is not None:
-            rows = step.logit_rows.shape[0]
-            if rows == 0:  # a chunk that ends no prompt
-                return buffers.logits[:0]
-            x = torch.index_select(x, 0, step.logit_rows, out=buffers.last[:rows])
+
+    def head_forward(self, x: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+        """Logits of rows of the residual stream, float32 `[rows, vocab]`, in `buffers.logits`."""
         rows = x.shape[0]
-        rms_norm(x, self.final_norm, eps=self.config.rms_eps, out=buffers.normed[:rows], backend=self.backend)
-        self._linear(buffers.normed[:rows], self.head, out=buffers.logits[:rows])
-        return buffers.logits[:rows]
+        normed, logits = buffers.last[:rows], buffers.logits[:rows]
+        if rows:
+            rms_norm(x, self.final_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
+            self._linear(normed, self.head, out=logits)
+        return logits
 
     def _attention(
         self,
