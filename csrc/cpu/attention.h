@@ -24,8 +24,12 @@ struct Range {
 class Scoring {
  public:
   explicit Scoring(const Mask& m)
-      : left_(m.window_left), right_(m.causal ? 0 : m.window_right), scale_(m.softmax_scale), cap_(float(m.softcap)),
-         alibi_(m.alibi_slopes), sinks_(m.sinks) {}
+      : left_(m.window_left),
+        right_(m.causal ? 0 : m.window_right),
+        scale_(m.softmax_scale),
+        cap_(float(m.softcap)),
+        alibi_(m.alibi_slopes),
+        sinks_(m.sinks) {}
 
   // Keys that the query at absolute position p (of `keys` keys) sees. p is negative for queries before the first key.
   Range visible(int64_t p, int64_t keys) const {
@@ -68,7 +72,8 @@ class Scoring {
 
 // Scores of keys outside `seen` become -inf; score i belongs to key first + i. Vectors [begin, end).
 inline void hide(float* scores, int begin, int end, int64_t first, Range seen) {
-  const int32_t lo = int32_t(std::clamp<int64_t>(seen.begin - first, 0, kBlock)), hi = int32_t(std::clamp<int64_t>(seen.end - first, 0, kBlock));
+  const int32_t lo = int32_t(std::clamp<int64_t>(seen.begin - first, 0, kBlock)),
+                hi = int32_t(std::clamp<int64_t>(seen.end - first, 0, kBlock));
   for (int v = begin; v < end; ++v) {
     const vi key = iota() + set1i(v * kLanes);
     store(scores + v * kLanes, select((key >= set1i(lo)) & (key < set1i(hi)), load(scores + v * kLanes), set1(-kInf)));

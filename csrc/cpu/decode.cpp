@@ -28,8 +28,14 @@ struct Sizes {
   int64_t batch, heads, kv_heads, group, dim, dim_v, dim_pad, acc_pad;
 
   explicit Sizes(const PagedDecodeParams& p)
-      : batch(p.q.size[0]), heads(p.q.size[1]), kv_heads(p.k_cache.size[2]), group(heads / kv_heads), dim(p.q.size[2]),
-        dim_v(p.v_cache.size[3]), dim_pad(padded(dim, kLanes)), acc_pad(padded(dim_v, 16)) {}
+      : batch(p.q.size[0]),
+        heads(p.q.size[1]),
+        kv_heads(p.k_cache.size[2]),
+        group(heads / kv_heads),
+        dim(p.q.size[2]),
+        dim_v(p.v_cache.size[3]),
+        dim_pad(padded(dim, kLanes)),
+        acc_pad(padded(dim_v, 16)) {}
   int64_t partial_floats() const { return heads * (acc_pad + 2); }
 };
 
@@ -79,8 +85,7 @@ inline void prefetch_row(const T* row, int64_t dim) {
 
 // scores[group][kBlock] = q.k, kLanes keys at a time: their rows are converted once into `tile` for all heads.
 template <class T>
-void score_block(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* q, float* tile,
-                 float* scores) {
+void score_block(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* q, float* tile, float* scores) {
   const int chunks = int(z.dim_pad / kLanes);
   for (int first = 0; first < block.n; first += kLanes) {
     for (int t = 0; t < kLanes; ++t) {
@@ -152,10 +157,17 @@ void weigh_block(const Block<T>& block, const Block<T>* next, int64_t offset, co
     float* a = acc + g * z.acc_pad;
     const Block<T>* ahead = g == 0 ? next : nullptr;
     switch (std::min<int64_t>(kHeadsAtOnce, z.group - g)) {
-      case 1: weigh_heads<T, 1>(block, ahead, offset, z, w, s, a); break;
-      case 2: weigh_heads<T, 2>(block, ahead, offset, z, w, s, a); break;
-      case 3: weigh_heads<T, 3>(block, ahead, offset, z, w, s, a); break;
-      default: weigh_heads<T, 4>(block, ahead, offset, z, w, s, a);
+      case 1:
+        weigh_heads<T, 1>(block, ahead, offset, z, w, s, a);
+        break;
+      case 2:
+        weigh_heads<T, 2>(block, ahead, offset, z, w, s, a);
+        break;
+      case 3:
+        weigh_heads<T, 3>(block, ahead, offset, z, w, s, a);
+        break;
+      default:
+        weigh_heads<T, 4>(block, ahead, offset, z, w, s, a);
     }
   }
 }
@@ -168,7 +180,10 @@ struct Room {
     return z.heads * z.dim_pad + z.kv_heads * 3 * padded(z.group, kRowStep) + kLanes * z.dim_pad + z.group * kBlock;
   }
   Room(float* base, const Sizes& z)
-      : q(base), state(q + z.heads * z.dim_pad), tile(state + z.kv_heads * 3 * padded(z.group, kRowStep)), scores(tile + kLanes * z.dim_pad) {}
+      : q(base),
+        state(q + z.heads * z.dim_pad),
+        tile(state + z.kv_heads * 3 * padded(z.group, kRowStep)),
+        scores(tile + kLanes * z.dim_pad) {}
   RowState rows(const Sizes& z, int64_t kv_head) const {
     const int64_t n = padded(z.group, kRowStep);
     float* s = state + kv_head * 3 * n;
@@ -188,7 +203,8 @@ template <class T>
 void attend_split(const PagedDecodeParams& p, const Sizes& z, const Scoring& scoring, const Split& split, int64_t h0, int64_t h1,
                   const Room& room, const Partial& partial) {
   const int64_t b = split.sequence, position = index_at(p.seqlens_k, b) - 1;
-  const KvRows<T> keys = paged_rows<T>(p.k_cache, p.k_scale, p.block_table, b), values = paged_rows<T>(p.v_cache, p.v_scale, p.block_table, b);
+  const KvRows<T> keys = paged_rows<T>(p.k_cache, p.k_scale, p.block_table, b),
+                  values = paged_rows<T>(p.v_cache, p.v_scale, p.block_table, b);
   for (int64_t h = h0; h < h1; ++h) {
     room.rows(z, h).clear(z.group);
     for (int64_t g = h * z.group; g < (h + 1) * z.group; ++g) load_query(p, z, b, g, room.q + g * z.dim_pad);
@@ -248,7 +264,8 @@ void merge_splits(const PagedDecodeParams& p, const Sizes& z, const Scoring& sco
     for (int64_t i = 0; i < n; ++i) {
       const Partial part(partials, z, first + i);
       const vf weight = share(part);
-      for (int64_t x = 0; x < z.dim_v; x += kLanes) total[x / kLanes] = fma(load(part.acc + head * z.acc_pad + x), weight, total[x / kLanes]);
+      for (int64_t x = 0; x < z.dim_v; x += kLanes)
+        total[x / kLanes] = fma(load(part.acc + head * z.acc_pad + x), weight, total[x / kLanes]);
     }
     for (int64_t x = 0; x < z.dim_v; x += kLanes) store_n(out + x, total[x / kLanes] * set1(end.scale), int(z.dim_v - x));
   });
@@ -352,7 +369,8 @@ void merge_attention_states(const MergeParams& p) {
     team().parallel_for(tokens * heads, kGrain, [&](int64_t begin, int64_t end, int) {
       for (int64_t r = begin; r < end; ++r) {
         const int64_t t = r / heads, h = r % heads;
-        merge_row<T>(row(p.out_a, t, h), *lse(p.lse_a, h, t), row(p.out_b, t, h), *lse(p.lse_b, h, t), row(p.out, t, h), lse(p.lse, h, t), dim);
+        merge_row<T>(row(p.out_a, t, h), *lse(p.lse_a, h, t), row(p.out_b, t, h), *lse(p.lse_b, h, t), row(p.out, t, h), lse(p.lse, h, t),
+                     dim);
       }
     });
   });

@@ -13,10 +13,10 @@
 namespace pk {
 namespace {
 
-constexpr int64_t kTasksPerThread = 6;    // the last ones are short, so that threads end together
-constexpr int64_t kMinRows = 48;          // of a task, below which packing K and V outweighs their use
+constexpr int64_t kTasksPerThread = 6;     // the last ones are short, so that threads end together
+constexpr int64_t kMinRows = 48;           // of a task, below which packing K and V outweighs their use
 constexpr int64_t kMaxTileFloats = 24576;  // of queries, and of accumulators: both stay in L2 with a block of K and V
-constexpr double kInlineFlops = 2e5;      // work below which waking the team costs more than it saves
+constexpr double kInlineFlops = 2e5;       // work below which waking the team costs more than it saves
 
 // One call, ragged or paged: `block_table` is absent when ragged, and `cu_seqlens_k` when paged.
 struct Call {
@@ -49,7 +49,9 @@ struct Room {
 
   static int64_t floats(const Call& c, int64_t rows) {
     const int64_t panels = (rows + kPanel - 1) / kPanel, wide = padded(c.dim_v, kLanes);
-    return padded((panels + 1) * kPanel * wide + 2 * kPanel * kBlock + panels * 3 * kRowStep + panels * kPanel * c.dim + kBlock * (c.dim + 2 * wide), 1024);
+    return padded(
+        (panels + 1) * kPanel * wide + 2 * kPanel * kBlock + panels * 3 * kRowStep + panels * kPanel * c.dim + kBlock * (c.dim + 2 * wide),
+        1024);
   }
   Room(float* base, const Call& c, int64_t rows) : acc_stride(padded(c.dim_v, kLanes)) {
     const int64_t panels = (rows + kPanel - 1) / kPanel;
@@ -70,8 +72,14 @@ template <class Step>
 class TileAttention {
  public:
   TileAttention(const Call& call, const Task& task, int64_t kv_head, const Room& room)
-      : c_(call), task_(task), head_(kv_head * call.group), kv_head_(kv_head), room_(room), rows_(task.tokens * call.group),
-        panels_((rows_ + kPanel - 1) / kPanel), keys_(call.k_len(task.sequence)),
+      : c_(call),
+        task_(task),
+        head_(kv_head * call.group),
+        kv_head_(kv_head),
+        room_(room),
+        rows_(task.tokens * call.group),
+        panels_((rows_ + kPanel - 1) / kPanel),
+        keys_(call.k_len(task.sequence)),
         position_(keys_ - call.q_len(task.sequence) + task.first) {}
 
   template <class T>
@@ -134,7 +142,8 @@ class TileAttention {
       score_panel<Step>(room_.query + r0 * units, room_.keys + s * units, units, room_.scores + s);
     if (!c_.scoring.plain())
       for (int64_t r = r0; r <= r1; ++r)
-        c_.scoring.shape(room_.scores + (r - r0) * kBlock, begin, end, task_.sequence, head_ + r % c_.group, position_ + token_of(r), first);
+        c_.scoring.shape(room_.scores + (r - r0) * kBlock, begin, end, task_.sequence, head_ + r % c_.group, position_ + token_of(r),
+                         first);
     bool hidden = false;
     if (!row_range(r0).meet(row_range(r1)).covers(vectors)) {
       for (int64_t r = r0; r <= r1; ++r) {
@@ -272,8 +281,25 @@ Call make_call(const char* op, const Tensor& q, const Tensor& k, const Tensor& v
                const Tensor& block_table, const Tensor& cu_seqlens_q, const Tensor& lengths, const Mask& mask, const Tensor& out,
                const Tensor& lse) {
   const int kv = k.ndim - 2;  // which dimension counts kv heads
-  return {op, q, k, v, k_scale, v_scale, block_table, cu_seqlens_q, lengths, lengths, out, lse, Scoring(mask), cu_seqlens_q.size[0] - 1,
-          q.size[1], k.size[kv], q.size[1] / k.size[kv], q.size[2], v.size[kv + 1]};
+  return {op,
+          q,
+          k,
+          v,
+          k_scale,
+          v_scale,
+          block_table,
+          cu_seqlens_q,
+          lengths,
+          lengths,
+          out,
+          lse,
+          Scoring(mask),
+          cu_seqlens_q.size[0] - 1,
+          q.size[1],
+          k.size[kv],
+          q.size[1] / k.size[kv],
+          q.size[2],
+          v.size[kv + 1]};
 }
 
 }  // namespace

@@ -9,9 +9,13 @@ namespace pk {
 
 // Lane i of the result is lane Index(i) of a (0 .. kLanes - 1) or of b (from kLanes).
 template <auto Index, class V, int... I>
-inline V shuffle(V a, V b, std::integer_sequence<int, I...>) { return __builtin_shuffle(a, b, vi{Index(I)...}); }
+inline V shuffle(V a, V b, std::integer_sequence<int, I...>) {
+  return __builtin_shuffle(a, b, vi{Index(I)...});
+}
 template <auto Index, class V>
-inline V shuffle(V a, V b) { return shuffle<Index>(a, b, std::make_integer_sequence<int, kLanes>()); }
+inline V shuffle(V a, V b) {
+  return shuffle<Index>(a, b, std::make_integer_sequence<int, kLanes>());
+}
 
 // Within each 128 bits: two lanes of a, then two of b. Odd picks lanes 1 and 3, even 0 and 2.
 template <int Odd>
@@ -31,13 +35,16 @@ inline vf pick_quarters(vf a, vf b) {
 template <class Op>
 inline vf reduce_rows(vf* rows, Op op) {
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes / 2; ++i) rows[i] = op(pick_lanes<0>(rows[2 * i], rows[2 * i + 1]), pick_lanes<1>(rows[2 * i], rows[2 * i + 1]));
+  for (int i = 0; i < kLanes / 2; ++i)
+    rows[i] = op(pick_lanes<0>(rows[2 * i], rows[2 * i + 1]), pick_lanes<1>(rows[2 * i], rows[2 * i + 1]));
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes / 4; ++i) rows[i] = op(pick_lanes<0>(rows[2 * i], rows[2 * i + 1]), pick_lanes<1>(rows[2 * i], rows[2 * i + 1]));
+  for (int i = 0; i < kLanes / 4; ++i)
+    rows[i] = op(pick_lanes<0>(rows[2 * i], rows[2 * i + 1]), pick_lanes<1>(rows[2 * i], rows[2 * i + 1]));
 #pragma GCC unroll 4
   for (int n = kLanes / 8; n > 0; n /= 2)
 #pragma GCC unroll 16
-    for (int i = 0; i < n; ++i) rows[i] = op(pick_quarters<0>(rows[2 * i], rows[2 * i + 1]), pick_quarters<1>(rows[2 * i], rows[2 * i + 1]));
+    for (int i = 0; i < n; ++i)
+      rows[i] = op(pick_quarters<0>(rows[2 * i], rows[2 * i + 1]), pick_quarters<1>(rows[2 * i], rows[2 * i + 1]));
   return rows[0];
 }
 inline vf add_rows(vf* rows) {

@@ -8,8 +8,8 @@
 
 namespace pk {
 
-constexpr int kBlock = 64;                            // keys per step
-constexpr int kRowStep = kLanes < 8 ? 8 : kLanes;     // per-row arrays are padded to a multiple of this
+constexpr int kBlock = 64;                         // keys per step
+constexpr int kRowStep = kLanes < 8 ? 8 : kLanes;  // per-row arrays are padded to a multiple of this
 constexpr double kLog2e = 1.4426950408889634;
 inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

@@ -8,9 +8,9 @@
 
 namespace pk {
 
-constexpr int kPanel = 6;                              // query rows of a panel
-constexpr int kPanelVectors = kLanes == 16 ? 4 : 2;    // 6 x 4 or 6 x 2 accumulators, two or four operands: all registers
-constexpr int kStrip = kPanelVectors * kLanes;         // columns of a panel: keys, or elements of V
+constexpr int kPanel = 6;                            // query rows of a panel
+constexpr int kPanelVectors = kLanes == 16 ? 4 : 2;  // 6 x 4 or 6 x 2 accumulators, two or four operands: all registers
+constexpr int kStrip = kPanelVectors * kLanes;       // columns of a panel: keys, or elements of V
 static_assert(kBlock % kStrip == 0);
 
 // Products of floats.
@@ -68,7 +68,8 @@ inline void score_panel(const uint32_t* query, const uint32_t* keys, int64_t uni
 
 // acc[kPanel][columns of one strip] = acc * shrink + weights * V.
 template <class Step, int Vectors>
-inline void weigh_panel(const uint32_t* weights, const uint32_t* values, int64_t steps, const float* shrink, float* acc, int64_t acc_stride) {
+inline void weigh_panel(const uint32_t* weights, const uint32_t* values, int64_t steps, const float* shrink, float* acc,
+                        int64_t acc_stride) {
   vf sum[kPanel][Vectors];
 #pragma GCC unroll 6
   for (int r = 0; r < kPanel; ++r)
@@ -181,7 +182,9 @@ void pack_query(const Q* row, int64_t dim, int r, uint32_t* out) {
 }
 
 // Weights of a panel as the left operand of PV: [kPanel][kBlock / width]. Floats are used where they are.
-inline const uint32_t* weight_units(FloatStep, const float* weights, uint32_t*, int, int) { return reinterpret_cast<const uint32_t*>(weights); }
+inline const uint32_t* weight_units(FloatStep, const float* weights, uint32_t*, int, int) {
+  return reinterpret_cast<const uint32_t*>(weights);
+}
 inline const uint32_t* weight_units(Bf16Step, const float* weights, uint32_t* out, int begin, int end) {
   for (int r = 0; r < kPanel; ++r)
     for (int i = begin * kLanes; i < end * kLanes; i += kLanes)
