@@ -220,7 +220,7 @@ def _plain_from_rows16(weight: PackedWeight) -> torch.Tensor:
             data[:, ROWS * whole :]
             .reshape(len(blocks), columns - whole, ROWS)
             .transpose(1, 2)
-            .reshape(-1, columns - whole)
+            .reshape(len(blocks) * ROWS, columns - whole)
         )
         codes = torch.cat((body, tail), dim=1)[:rows]
         return torch.cat((codes.flatten() ^ (0x80 if weight.format == "int8" else 0), scales.flatten()))
