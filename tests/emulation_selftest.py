@@ -11,8 +11,19 @@ from pykernels.testing import emulation
 from pykernels.testing.emulation_build import ROOT, Library
 
 FOLDER = "csrc/emulation/selftest"
-NAMES = ("fragments", "faults", "faults_memory", "faults_barrier", "faults_hopper", "attention_sm80", "attention_sm90")
+NAMES = (
+    "attention_sm80",
+    "attention_sm90",
+    "faults",
+    "faults_barrier",
+    "faults_hopper",
+    "faults_memory",
+    "fragments",
+    "intrinsics",
+)
 LIBRARY = Library("selftest", tuple(f"{FOLDER}/{name}.cu" for name in NAMES))
+
+MODULE = Library("selftest_module", (f"{FOLDER}/intrinsics.cu",), (f"{FOLDER}/module.cpp",), module=True)
 
 
 @functools.cache

@@ -190,9 +190,10 @@ class Block {
 };
 
 // What runs on this CPU thread; null outside a kernel.
-Block* block();
-Fiber* fiber();
-void set_current(Block* b, Fiber* f);
+extern constinit thread_local Block* current_block;
+extern constinit thread_local Fiber* current_fiber;
+inline Block* block() { return current_block; }
+inline Fiber* fiber() { return current_fiber; }
 
 // Static __shared__ variables: thread-local storage of the module that holds the kernel.
 struct Module {

@@ -68,6 +68,7 @@ std::string json(const emu::Counters& c) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 void emu_configure(int schedule, uint64_t seed, int async, int workers, int races, int strict, int profile) {
@@ -90,3 +91,4 @@ void emu_register(const void* base, size_t bytes, int writable, const char* labe
 void emu_free_all() { emu::free_all(); }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -13,6 +13,7 @@ cudaError_t done(cudaError_t e) {
 }
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 cudaError_t cudaGetDevice(int* device) {
@@ -116,3 +117,4 @@ const char* cudaGetErrorName(cudaError_t e) {
 const char* cudaGetErrorString(cudaError_t e) { return cudaGetErrorName(e); }
 
 }  // extern "C"
+#pragma GCC visibility pop

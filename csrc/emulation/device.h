@@ -9,6 +9,7 @@
 
 #include "site.h"
 
+#pragma GCC visibility push(default)  // the runtime hides the rest
 namespace emu {
 
 struct ThreadContext {
@@ -98,3 +99,4 @@ uint32_t atomic_u32(void* p, uint32_t (*update)(uint32_t old, const void* operan
 uint64_t atomic_u64(void* p, uint64_t (*update)(uint64_t old, const void* operand), const void* operand, Site where);
 
 }  // namespace emu
+#pragma GCC visibility pop

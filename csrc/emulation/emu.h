@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace emu {
 
 enum class Schedule : int { forward = 0, reverse = 1, random = 2 };
@@ -154,3 +155,4 @@ Report run(const Config& with, void (*kernel)(P...), dim3 grid, dim3 block, size
 }
 
 }  // namespace emu
+#pragma GCC visibility pop

@@ -104,6 +104,7 @@ void access(const void* p, size_t n, bool write, bool aligned, const void* retur
     return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                  \
   }
 
+#pragma GCC visibility push(default)
 extern "C" {
 EMU_HOOKS_OF_SIZE(1)
 EMU_HOOKS_OF_SIZE(2)
@@ -123,3 +124,4 @@ void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 }
+#pragma GCC visibility pop

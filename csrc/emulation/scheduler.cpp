@@ -21,17 +21,10 @@ constexpr size_t kSharedGuard = 64 << 10;   // before and after: catches indices
 // A spin loop that nobody ends. Alone, only this block's threads could; with other workers, their blocks might.
 constexpr uint64_t kMaxIdleYieldsAlone = 100'000, kMaxIdleYields = 20'000'000;
 
-thread_local Block* current_block = nullptr;
-thread_local Fiber* current_fiber = nullptr;
-
 }  // namespace
 
-Block* block() { return current_block; }
-Fiber* fiber() { return current_fiber; }
-void set_current(Block* b, Fiber* f) {
-  current_block = b;
-  current_fiber = f;
-}
+constinit thread_local Block* current_block = nullptr;
+constinit thread_local Fiber* current_fiber = nullptr;
 
 const ThreadContext& self() { return *current_fiber; }
 

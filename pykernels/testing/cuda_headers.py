@@ -17,9 +17,13 @@ def _candidates() -> list[Path]:
         roots.append(Path(nvcc).resolve().parent.parent)
     roots += sorted(Path("/usr/local").glob("cuda*"), reverse=True)
     places = [place for root in roots for place in (root / "include", *sorted(root.glob("targets/*/include")))]
-    for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        places += sorted(Path(site, "nvidia").glob("*/include"), reverse=True)  # nvidia/cu13, or nvidia/cuda_runtime
+    for site in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
+        places += _in_wheels(Path(site))
     return places
+
+
+def _in_wheels(site: Path) -> list[Path]:
+    return sorted((site / "nvidia").glob("*/include"), reverse=True)  # nvidia/cu13, or nvidia/cuda_runtime and others
 
 
 def include_dirs() -> list[Path]:

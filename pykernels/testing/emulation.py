@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 
@@ -72,6 +74,17 @@ def load(library: Library, build_kind: str = "race", portable: bool = False) -> 
     """Builds if needed and loads; the emulation's own functions are visible through the handle."""
     path = build(library, builds=(build_kind,), portable=portable)[library.name, build_kind]
     return bind(ctypes.CDLL(str(path)))
+
+
+def load_module(library: Library, build_kind: str = "race") -> tuple[ModuleType, ctypes.CDLL]:
+    """The same for a library that is a Python extension: the imported module, and the handle for sessions."""
+    path = build(library, builds=(build_kind,))[library.name, build_kind]
+    spec = importlib.util.spec_from_file_location(library.name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, bind(ctypes.CDLL(str(path)))
 
 
 def bind(handle: ctypes.CDLL) -> ctypes.CDLL:

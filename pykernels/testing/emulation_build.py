@@ -22,7 +22,15 @@ BUILD = Path("build/emulation")  # relative to ROOT, like every path below: repo
 RUNTIME = "libpykernels_emulation.so"
 # -Wno-restrict: false alarms of GCC 12 on std::string. -Wno-psabi: a note about 64-byte aligned tensor maps.
 WARNINGS = "-Wall -Wextra -Wno-unknown-pragmas -Wno-restrict -Wno-psabi"
-HOT = ("clocks", "numeric", "shadow", "hooks")  # runtime sources worth -O3; the rest compiles faster without
+HOT = (
+    "clocks",
+    "collective",
+    "hooks",
+    "matrix",
+    "numeric",
+    "scheduler",
+    "shadow",
+)  # runtime sources worth -O3; the rest compiles faster without
 # -ffp-contract=off: the same bits on every machine. -fno-gnu-unique: libraries can be reloaded.
 COMMON = f"-std=c++20 -O2 -g1 -fPIC -ffp-contract=off -fno-gnu-unique -pthread {WARNINGS}"
 HOOKS = "-fsanitize=thread --param tsan-instrument-func-entry-exit=0"  # compiled only: libtsan is not linked
@@ -36,7 +44,7 @@ class Library:
     kernels: tuple[str, ...]
     host: tuple[str, ...] = ()
     flags: str = ""
-    module: bool = False  # a Python extension: named and compiled as one
+    module: bool = False  # a Python extension, whose host sources include pybind11
 
     def path(self, build: str) -> Path:
         return BUILD / build / (f"{self.name}.so" if self.module else f"lib{self.name}.so")
@@ -77,7 +85,7 @@ def _write(libraries: list[Library], portable: bool) -> Path:
 
 
 def _write_runtime(n: Any, base: Path, includes: str, portable: bool) -> None:
-    flags = f"{COMMON} {includes}" + (" -DEMU_PORTABLE_FIBERS" if portable else "")
+    flags = f"{COMMON} -fvisibility=hidden {includes}" + (" -DEMU_PORTABLE_FIBERS" if portable else "")
     if os.uname().machine == "x86_64":
         flags += " -mtls-dialect=gnu2"  # thread-local variables without a call
     objects = []
@@ -95,11 +103,21 @@ def _write_library(n: Any, library: Library, base: Path, includes: str) -> None:
         objects = []
         for source in (*library.kernels, *library.host):
             flags = f"{COMMON} {includes} {library.flags} {hooks if source in library.kernels else ''}".rstrip()
+            if library.module and source in library.host:
+                flags += f" {_python_includes()} -fvisibility=hidden"
             objects.append(str(folder / library.name / (source.replace("/", "_") + ".o")))
             n.build(objects[-1], "compile", source, variables={"flags": flags})
         link = f"-L{base} -lpykernels_emulation -Wl,-rpath,'$$ORIGIN/..'"
         out = base / library.path(build).relative_to(BUILD)
         n.build(str(out), "link", objects, implicit=str(base / RUNTIME), variables={"flags": link})
+
+
+def _python_includes() -> str:
+    import sysconfig
+
+    import pybind11
+
+    return f"-isystem {shlex.quote(pybind11.get_include())} -isystem {shlex.quote(sysconfig.get_path('include'))}"
 
 
 def build(
