@@ -33,25 +33,12 @@ struct DotGroup {
   vf half(const uint8_t* p, int part) const { return load(reinterpret_cast<const f16*>(p) + part * kLanes); }
 };
 
-// acc[t] += what the group with integer sums s[t] contributes.
-template <WeightFormat F, int W>
-PK_INLINE void add_group(const DotGroup<F>& g, int part, const uint8_t* x, const vi (&s)[W], vf (&acc)[W]) {
-  const float* scale = reinterpret_cast<const float*>(x + 32 * W);
-  const vf d = F == WeightFormat::int8 ? set1(1.f) : g.half(g.scales, part);
-  const vf m = F == WeightFormat::q4_1 ? g.half(g.minima, part) : d;
-#pragma GCC unroll 16
-  for (int t = 0; t < W; ++t) {
-    if constexpr (F == WeightFormat::q4_1) acc[t] = fma(m, set1(scale[W + t]), acc[t]);
-    const vf factor = F == WeightFormat::int8 ? set1(scale[t]) : d * set1(scale[t]);
-    acc[t] = fma(to_float(s[t]), factor, acc[t]);
-  }
-}
-
 PK_INLINE vi quad(const uint8_t* p) { return set1i(load_bits<int32_t>(p)); }
 
-#if PK_AVX2
-PK_INLINE vf set1b(const float* p) { return (vf)_mm256_broadcast_ss(p); }
-#else
+// Integer sums of one group: s[p][t] for the rows of part + p and token t, unsigned codes corrected.
+#if !PK_AVX2
+constexpr int kDotParts = 1;
+
 // acc + the dot product of four unsigned codes with four signed ones, per 32-bit lane.
 PK_INLINE vi dot4(vi acc, vi codes, vi x) {
 #if PK_AVX512 && defined(__AVX512VNNI__)
@@ -66,143 +53,133 @@ PK_INLINE vi dot4(vi acc, vi codes, vi x) {
 }
 
 template <WeightFormat F, int W>
-void dot_tile(const uint8_t* block, int64_t k, const uint8_t* tile, float* out) {
-  const int64_t groups = k / kGroup;
-  for (int part = 0; part < kParts; ++part) {
-    vf acc[W] = {};
-    const uint8_t* x = tile;
-    for (int64_t g = 0; g < groups; ++g, x += kGroupBytes * W) {
-      const DotGroup<F> group(block, g, groups);
-      vi s[W], second[W];  // narrow tiles: a second chain hides the latency
+PK_INLINE void dot_group(const DotGroup<F>& group, int part, const uint8_t* x, vi (&s)[kDotParts][W]) {
+  vi second[W];  // narrow tiles: a second chain hides the latency
 #pragma GCC unroll 16
-      for (int t = 0; t < W; ++t) {
-        s[t] = F == WeightFormat::q4_1 ? vi{} : quad(x + 36 * W + 4 * t);
-        second[t] = vi{};
-      }
+  for (int t = 0; t < W; ++t) {
+    s[0][t] = F == WeightFormat::q4_1 ? vi{} : quad(x + 36 * W + 4 * t);
+    second[t] = vi{};
+  }
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) {
-        const int line = DotGroup<F>::kNibbles ? j & 3 : j;
-        const vi bytes = load_bits<vi>(group.codes + 64 * line + part * kLanes * 4);
-        const vi codes = !DotGroup<F>::kNibbles ? bytes : j < 4 ? bytes & 0x0f0f0f0f : vi(vu(bytes) >> 4) & 0x0f0f0f0f;
+  for (int j = 0; j < 8; ++j) {
+    const int line = DotGroup<F>::kNibbles ? j & 3 : j;
+    const vi bytes = load_bits<vi>(group.codes + 64 * line + part * kLanes * 4);
+    const vi codes = !DotGroup<F>::kNibbles ? bytes : j < 4 ? bytes & 0x0f0f0f0f : vi(vu(bytes) >> 4) & 0x0f0f0f0f;
 #pragma GCC unroll 16
-        for (int t = 0; t < W; ++t) {
-          vi& chain = W <= 2 && j & 1 ? second[t] : s[t];
-          chain = dot4(chain, codes, quad(x + 4 * (j * W + t)));
-        }
-      }
-      if (W <= 2)
-        for (int t = 0; t < W; ++t) s[t] += second[t];
-      add_group<F, W>(group, part, x, s, acc);
-    }
     for (int t = 0; t < W; ++t) {
-      vf sum[1] = {acc[t]};
-      scale_rows<F, 1>(block, part, sum);
-      store(out + t * kBlockRows + part * kLanes, sum[0]);
+      vi& chain = W <= 2 && j & 1 ? second[t] : s[0][t];
+      chain = dot4(chain, codes, quad(x + 4 * (j * W + t)));
     }
   }
+  if (W <= 2)
+    for (int t = 0; t < W; ++t) s[0][t] += second[t];
 }
-#endif
+#else
+// Without vpdpbusd: vpmaddubsw adds pairs of products in 16 bits. All sixteen rows at once, so that an activation is
+// broadcast once. gcc would reassociate the chains into more live products than there are registers: `pin` keeps them.
+constexpr int kDotParts = 2;
+PK_INLINE void pin(__m256i& a, __m256i& b) { __asm__("" : "+x"(a), "+x"(b)); }
 
-#if PK_AVX2
-// Without vpdpbusd: vpmaddubsw adds pairs of products in 16 bits.
 // 4-bit codes: |15 x 127 x 2 x 8| < 2^15, so one 16-bit accumulator holds a group of 32 columns.
-// All sixteen rows at once, half of the columns at a time: eight registers of codes, and one broadcast of x feeds two
-// products. What a token has after the first half waits in memory, where the accumulators live too.
-template <int W, bool kSecond>
-PK_INLINE void dot_half_q4(const uint8_t* codes, const uint8_t* x, __m256i (&sum)[W][2]) {
-  const __m256i low = _mm256_set1_epi8(15);
-  __m256i q[4][2];
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j)
-#pragma GCC unroll 2
-    for (int part = 0; part < 2; ++part) {
-      const __m256i bytes = load_bits<__m256i>(codes + 64 * j + 32 * part);
-      q[j][part] = _mm256_and_si256(kSecond ? _mm256_srli_epi16(bytes, 4) : bytes, low);
+template <WeightFormat F, int W>
+PK_INLINE void dot_nibbles(const DotGroup<F>& group, const uint8_t* x, vi (&s)[kDotParts][W]) {
+  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  __m256i a[W], b[W];
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    const uint8_t* line = group.codes + 64 * (j / 2);  // its low nibbles are quad j / 2, its high ones quad 4 + j / 2
+    const __m256i first = load_bits<__m256i>(line), second = load_bits<__m256i>(line + 32);
+    const __m256i p = _mm256_and_si256(j & 1 ? _mm256_srli_epi16(first, 4) : first, low);
+    const __m256i q = _mm256_and_si256(j & 1 ? _mm256_srli_epi16(second, 4) : second, low);
+#pragma GCC unroll 8
+    for (int t = 0; t < W; ++t) {
+      const __m256i xt = (__m256i)quad(x + 4 * ((4 * (j & 1) + j / 2) * W + t));
+      const __m256i u = _mm256_maddubs_epi16(p, xt), v = _mm256_maddubs_epi16(q, xt);
+      a[t] = j ? _mm256_add_epi16(a[t], u) : u;
+      b[t] = j ? _mm256_add_epi16(b[t], v) : v;
+      pin(a[t], b[t]);
     }
+  }
 #pragma GCC unroll 8
   for (int t = 0; t < W; ++t) {
-    __m256i s[2];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      const __m256i v = (__m256i)quad(x + 4 * ((j + 4 * kSecond) * W + t));
-#pragma GCC unroll 2
-      for (int part = 0; part < 2; ++part) {
-        const __m256i pairs = _mm256_maddubs_epi16(q[j][part], v);
-        s[part] = j > 0 ? _mm256_add_epi16(s[part], pairs) : kSecond ? _mm256_add_epi16(sum[t][part], pairs) : pairs;
-        __asm__("" : "+x"(s[part]));  // keeps the chain: gcc would reassociate it into live products and spill them
-      }
-    }
-    sum[t][0] = s[0];
-    sum[t][1] = s[1];
+    const vi correction = F == WeightFormat::q4_1 ? vi{} : quad(x + 36 * W + 4 * t);
+    s[0][t] = (vi)_mm256_madd_epi16(a[t], ones) + correction;
+    s[1][t] = (vi)_mm256_madd_epi16(b[t], ones) + correction;
   }
-}
-
-template <WeightFormat F, int W>
-void dot_tile_q4(const uint8_t* block, int64_t k, const uint8_t* x, float* out) {
-  const int64_t groups = k / kGroup;
-  const __m256i ones = _mm256_set1_epi16(1);
-  vf acc[W][2] = {};
-  for (int64_t g = 0; g < groups; ++g, x += kGroupBytes * W) {
-    const DotGroup<F> group(block, g, groups);
-    __m256i sum[W][2];
-    dot_half_q4<W, false>(group.codes, x, sum);
-    dot_half_q4<W, true>(group.codes, x, sum);
-    const float* scale = reinterpret_cast<const float*>(x + 32 * W);
-#pragma GCC unroll 2
-    for (int part = 0; part < 2; ++part) {
-      const vf d = group.half(group.scales, part);
-      const vf m = F == WeightFormat::q4_1 ? group.half(group.minima, part) : d;
-#pragma GCC unroll 8
-      for (int t = 0; t < W; ++t) {
-        vi s = (vi)_mm256_madd_epi16(sum[t][part], ones);
-        if constexpr (F == WeightFormat::q4_0) s += quad(x + 36 * W + 4 * t);
-        if constexpr (F == WeightFormat::q4_1) acc[t][part] = fma(m, set1b(scale + W + t), acc[t][part]);
-        acc[t][part] = fma(to_float(s), d * set1b(scale + t), acc[t][part]);
-      }
-    }
-  }
-  for (int t = 0; t < W; ++t)
-    for (int part = 0; part < 2; ++part) store(out + t * kBlockRows + part * kLanes, acc[t][part]);
 }
 
 // 8-bit codes: |w| <= 128 unsigned times sign(x, w), pairs at most 128 x 127 x 2 < 2^15, exact for w = -128 too.
 template <WeightFormat F, int W>
-PK_INLINE void dot_group_q8(const DotGroup<F>& group, int part, const uint8_t* x, vi (&s)[W]) {
+PK_INLINE void dot_bytes(const DotGroup<F>& group, const uint8_t* x, vi (&s)[kDotParts][W]) {
   const __m256i flip = _mm256_set1_epi8(char(0x80)), ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 8
-  for (int t = 0; t < W; ++t) s[t] = vi{};
+  __m256i a[W], b[W];
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) {
-    const __m256i w = _mm256_xor_si256(load_bits<__m256i>(group.codes + 64 * j + 32 * part), flip), size = _mm256_abs_epi8(w);
+    const __m256i p = _mm256_xor_si256(load_bits<__m256i>(group.codes + 64 * j), flip), p_size = _mm256_abs_epi8(p);
+    const __m256i q = _mm256_xor_si256(load_bits<__m256i>(group.codes + 64 * j + 32), flip), q_size = _mm256_abs_epi8(q);
 #pragma GCC unroll 8
     for (int t = 0; t < W; ++t) {
-      const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8((__m256i)quad(x + 4 * (j * W + t)), w));
-      s[t] += (vi)_mm256_madd_epi16(pairs, ones);
+      const __m256i xt = (__m256i)quad(x + 4 * (j * W + t));
+      const __m256i u = _mm256_madd_epi16(_mm256_maddubs_epi16(p_size, _mm256_sign_epi8(xt, p)), ones);
+      const __m256i v = _mm256_madd_epi16(_mm256_maddubs_epi16(q_size, _mm256_sign_epi8(xt, q)), ones);
+      a[t] = j ? _mm256_add_epi32(a[t], u) : u;
+      b[t] = j ? _mm256_add_epi32(b[t], v) : v;
+      pin(a[t], b[t]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < W; ++t) s[0][t] = (vi)a[t], s[1][t] = (vi)b[t];
+}
+
+template <WeightFormat F, int W>
+PK_INLINE void dot_group(const DotGroup<F>& group, int, const uint8_t* x, vi (&s)[kDotParts][W]) {
+  if constexpr (DotGroup<F>::kNibbles)
+    dot_nibbles<F, W>(group, x, s);
+  else
+    dot_bytes<F, W>(group, x, s);
+}
+#endif
+
+// acc[p][t] += what the group with integer sums s[p][t] contributes.
+template <WeightFormat F, int W>
+PK_INLINE void add_group(const DotGroup<F>& g, int part, const uint8_t* x, const vi (&s)[kDotParts][W], vf (&acc)[kDotParts][W]) {
+  const float* scale = reinterpret_cast<const float*>(x + 32 * W);
+  vf d[kDotParts], m[kDotParts];
+  for (int p = 0; p < kDotParts; ++p) {
+    d[p] = F == WeightFormat::int8 ? set1(1.f) : g.half(g.scales, part + p);
+    m[p] = F == WeightFormat::q4_1 ? g.half(g.minima, part + p) : d[p];
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < W; ++t) {
+    const vf token = set1(scale[t]);
+#pragma GCC unroll 2
+    for (int p = 0; p < kDotParts; ++p) {
+      if constexpr (F == WeightFormat::q4_1) acc[p][t] = fma(m[p], set1(scale[W + t]), acc[p][t]);
+      acc[p][t] = fma(to_float(s[p][t]), F == WeightFormat::int8 ? token : d[p] * token, acc[p][t]);
     }
   }
 }
 
 template <WeightFormat F, int W>
 void dot_tile(const uint8_t* block, int64_t k, const uint8_t* tile, float* out) {
-  if constexpr (DotGroup<F>::kNibbles) return dot_tile_q4<F, W>(block, k, tile, out);
   const int64_t groups = k / kGroup;
-  for (int part = 0; part < kParts; ++part) {
-    vf acc[W] = {};
+  for (int part = 0; part < kParts; part += kDotParts) {
+    vf acc[kDotParts][W] = {};
     const uint8_t* x = tile;
     for (int64_t g = 0; g < groups; ++g, x += kGroupBytes * W) {
       const DotGroup<F> group(block, g, groups);
-      vi s[W];
-      dot_group_q8<F, W>(group, part, x, s);
+      vi s[kDotParts][W];
+      dot_group<F, W>(group, part, x, s);
       add_group<F, W>(group, part, x, s, acc);
     }
-    for (int t = 0; t < W; ++t) {
-      vf sum[1] = {acc[t]};
-      scale_rows<F, 1>(block, part, sum);
-      store(out + t * kBlockRows + part * kLanes, sum[0]);
-    }
+    for (int t = 0; t < W; ++t)
+      for (int p = 0; p < kDotParts; ++p) {
+        vf sum[1] = {acc[p][t]};
+        scale_rows<F, 1>(block, part + p, sum);
+        store(out + t * kBlockRows + (part + p) * kLanes, sum[0]);
+      }
   }
 }
-#endif
 
 template <WeightFormat F, int... I>
 constexpr TileKernels dot_widths(std::integer_sequence<int, I...>) {

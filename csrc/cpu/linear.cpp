@@ -4,7 +4,9 @@
 // then every thread takes a contiguous range of row blocks and runs all tiles over each while it is in cache. Decode reads
 // the weights once at the speed of memory, a small batch too, and prefill is a matrix product by the same kernels.
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "dense_tiles.h"
@@ -159,21 +161,50 @@ struct FloatRows {
   int64_t stride;
 };
 
+template <class T>
+void widen_rows(const T* from, int64_t stride, int64_t rows, int64_t k, float* to) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < k; c += kLanes) store_n(to + r * k + c, load_n(from + r * stride + c, int(k - c)), int(k - c));
+}
+
+template <class T>
+using DenseKernel = void (*)(DenseTile<T>, int, float*);
 template <class T, int... I>
-void dense_rows(const LinearParams& p, FloatRows x, int64_t begin, int64_t end, std::integer_sequence<int, I...>) {
-  using Kernel = void (*)(DenseTile<T>, int, float*);
-  static constexpr Kernel kernels[] = {dense_block<T, I + 1>...};
-  const int64_t k = p.x.size[1], rows = p.out.size[1], stride = p.weight.stride[0];
+constexpr std::array<DenseKernel<T>, kDenseWidth> dense_widths(std::integer_sequence<int, I...>) {
+  return {dense_block<T, I + 1>...};
+}
+
+// All tokens times weight rows [row, row + rows) that start at w.
+template <class T>
+void dense_tokens(const LinearParams& p, FloatRows x, const T* w, int64_t stride, int64_t row, int rows) {
+  static constexpr auto kernels = dense_widths<T>(std::make_integer_sequence<int, kDenseWidth>{});
   const Epilogue epilogue(p);
   const Tiles tiles(0, p.x.size[0], kDenseWidth);
   alignas(64) float out[kDenseWidth * kBlockRows] = {};
-  for (int64_t b = begin; b < end; ++b)
-    for (int64_t i = 0; i < tiles.tiles; ++i) {
-      const int width = tiles.width(i), count = int(std::min<int64_t>(kBlockRows, rows - b * kBlockRows));
-      const DenseTile<T> tile{p.weight.as<T>() + b * kBlockRows * stride, stride, x.data + tiles.start(i) * x.stride, x.stride, k};
-      kernels[width - 1](tile, count, out);
-      epilogue.write(out, tiles.start(i), width, b * kBlockRows);
+  for (int64_t i = 0; i < tiles.tiles; ++i) {
+    const int64_t start = tiles.start(i);
+    kernels[tiles.width(i) - 1]({w, stride, x.data + start * x.stride, x.stride, p.x.size[1]}, rows, out);
+    epilogue.write(out, start, tiles.width(i), row);
+  }
+}
+
+template <class T>
+void dense_rows(const LinearParams& p, FloatRows x, int64_t begin, int64_t end) {
+  const int64_t k = p.x.size[1], stride = p.weight.stride[0];
+  const bool widen = !std::is_same_v<T, float> && p.x.size[0] > kDenseWidth;  // once for all tiles: the same bits
+  static thread_local Scratch scratch;
+  float* wide = widen ? scratch.get<float>(kBlockRows * k) : nullptr;
+  for (int64_t b = begin; b < end; ++b) {
+    const int64_t row = b * kBlockRows;
+    const int rows = int(std::min<int64_t>(kBlockRows, p.out.size[1] - row));
+    const T* w = p.weight.as<T>() + row * stride;
+    if (!widen) {
+      dense_tokens<T>(p, x, w, stride, row, rows);
+      continue;
     }
+    widen_rows(w, stride, rows, k, wide);
+    dense_tokens<float>(p, x, wide, k, row, rows);
+  }
 }
 
 void linear_dense(const LinearParams& p) {
@@ -185,17 +216,13 @@ void linear_dense(const LinearParams& p) {
     x = {widened, k};
     visit_float(p.x.dtype, [&]<class T>() {
       team().parallel_for(tokens, kSmallWork / std::max<int64_t>(k, 1), [&](int64_t begin, int64_t end, int) {
-        for (int64_t t = begin; t < end; ++t)
-          for (int64_t c = 0; c < k; c += kLanes)
-            store_n(widened + t * k + c, load_n(p.x.as<T>() + t * p.x.stride[0] + c, int(k - c)), int(k - c));
+        widen_rows(p.x.as<T>() + begin * p.x.stride[0], p.x.stride[0], end - begin, k, widened + begin * k);
       });
     });
   }
   const int64_t grain = tokens * k * p.out.size[1] <= kSmallWork ? blocks : 1;
   visit_float(p.weight.dtype, [&]<class T>() {
-    team().parallel_for(blocks, grain, [&](int64_t begin, int64_t end, int) {
-      dense_rows<T>(p, x, begin, end, std::make_integer_sequence<int, kDenseWidth>{});
-    });
+    team().parallel_for(blocks, grain, [&](int64_t begin, int64_t end, int) { dense_rows<T>(p, x, begin, end); });
   });
 }
 

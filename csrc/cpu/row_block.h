@@ -1,7 +1,5 @@
 // Sixteen interleaved rows of a packed weight, read as floats in registers: the exact real values, column after column.
 #pragma once
-#include <type_traits>
-
 #include "simd.h"
 #include "weight_layout.h"
 
@@ -23,6 +21,7 @@ inline vf nibble_of(vi four, int i, int high) { return to_float(vi((vu(four) >> 
 inline vf bf16_even(vi pair) { return as_f(vu(pair) << 16); }
 inline vf bf16_odd(vi pair) { return as_f(pair & int32_t(0xffff0000)); }
 
+#if !PK_AVX2
 inline vf f16_low(vi v) {  // the float16 in the low half of each lane, whatever lies above
 #if PK_AVX512
   return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)v));
@@ -33,6 +32,23 @@ inline vf f16_low(vi v) {  // the float16 in the low half of each lane, whatever
   const vu bits = vi(rest < 0x400) ? as_u(small) : vi(rest >= 0x7c00) ? normal + 0x38000000 : normal;
   return as_f(bits | sign);
 #endif
+}
+#endif
+inline void widen_pairs(vi pairs, vf& even, vf& odd, f16) {
+#if PK_AVX2
+  const __m256i halves = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
+                                          0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  const __m256i parted = _mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)pairs, halves), 0xd8);  // all even, all odd
+  even = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(parted));
+  odd = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(parted, 1));
+#else
+  even = f16_low(pairs);
+  odd = f16_low(vi(vu(pairs) >> 16));
+#endif
+}
+inline void widen_pairs(vi pairs, vf& even, vf& odd, bf16) {
+  even = bf16_even(pairs);
+  odd = bf16_odd(pairs);
 }
 
 // RowBlock<F>::columns<P>(block, k, c0, n, part, use): calls use(column - c0, Rows<P>) for columns c0 .. c0 + n - 1.
@@ -64,11 +80,7 @@ struct RowBlock16 {  // bfloat16 and float16
 #pragma GCC unroll 4
     for (int c = 0; c + 1 < n; c += 2, w += 4 * kBlockRows) {
       Rows<P> even, odd;
-      for (int p = 0; p < P; ++p) {
-        const vi pair = load_bits<vi>(w + (part + p) * kLanes * 4);
-        even.v[p] = first(pair);
-        odd.v[p] = second(pair);
-      }
+      for (int p = 0; p < P; ++p) widen_pairs(load_bits<vi>(w + (part + p) * kLanes * 4), even.v[p], odd.v[p], T{});
       use(c, even);
       use(c + 1, odd);
     }
@@ -77,20 +89,6 @@ struct RowBlock16 {  // bfloat16 and float16
       for (int p = 0; p < P; ++p) last.v[p] = load(reinterpret_cast<const T*>(w) + (part + p) * kLanes);
       use(n - 1, last);
     }
-  }
-
- private:
-  static PK_INLINE vf first(vi pair) {
-    if constexpr (std::is_same_v<T, bf16>)
-      return bf16_even(pair);
-    else
-      return f16_low(pair);
-  }
-  static PK_INLINE vf second(vi pair) {
-    if constexpr (std::is_same_v<T, bf16>)
-      return bf16_odd(pair);
-    else
-      return f16_low(vi(vu(pair) >> 16));
   }
 };
 template <>

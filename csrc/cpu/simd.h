@@ -104,20 +104,25 @@ inline vi to_int(vf x) {  // of a value that is already an integer
   return __builtin_convertvector(x, vi);
 }
 
-// Sums in a fixed tree, so that a level always gives the same bits.
+// Folds the upper half of the lanes onto the lower one until one is left: a fixed tree, so that a level always gives the
+// same bits.
+template <class V, class Fold>
+inline auto reduce(V v, Fold fold) {
+#pragma GCC unroll 4
+  for (int w = kLanes / 2; w > 0; w /= 2) v = fold(v, __builtin_shuffle(v, (iota() + w) & (kLanes - 1)));
+  return v[0];
+}
 inline float reduce_add(vf v) {
-  float x[kLanes];
-  store_bits(x, v);
-  for (int w = kLanes / 2; w > 0; w /= 2)
-    for (int i = 0; i < w; ++i) x[i] += x[i + w];
-  return x[0];
+  return reduce(v, [](vf a, vf b) { return a + b; });
+}
+inline int32_t reduce_add(vi v) {
+  return reduce(v, [](vi a, vi b) { return a + b; });
 }
 inline float reduce_max(vf v) {
-  float x[kLanes];
-  store_bits(x, v);
-  for (int w = kLanes / 2; w > 0; w /= 2)
-    for (int i = 0; i < w; ++i) x[i] = x[i + w] > x[i] ? x[i + w] : x[i];
-  return x[0];
+  return reduce(v, [](vf a, vf b) { return b > a ? b : a; });
+}
+inline int32_t reduce_max(vi v) {
+  return reduce(v, [](vi a, vi b) { return b > a ? b : a; });
 }
 
 // ---- scalar conversions -----------------------------------------------------------------------------------------
@@ -207,10 +212,25 @@ inline vf load(const f16* p) {
 typedef int8_t vb_signed __attribute__((vector_size(kLanes)));
 inline vf load(const int8_t* p) { return __builtin_convertvector(load_bits<vb_signed>(p), vf); }
 inline vf load(const fp8* p) {
+#if PK_AVX512
+  // The bits of e4m3, shifted, are a float16 2^8 times too small, subnormals included; all ones stay NaN.
+  const __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(code, _mm256_set1_epi16(0x7f)), 7);
+  const __m256i nan = _mm256_cmpeq_epi16(rest, _mm256_set1_epi16(0x3f80));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(code, _mm256_set1_epi16(0x80)), 8);
+  return (vf)_mm512_cvtph_ps(_mm256_or_si256(_mm256_or_si256(rest, nan), sign)) * set1(256.f);
+#elif PK_AVX2
+  const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  const __m128i rest = _mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x7f)), 7);
+  const __m128i nan = _mm_cmpeq_epi16(rest, _mm_set1_epi16(0x3f80));
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x80)), 8);
+  return (vf)_mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(rest, nan), sign)) * set1(256.f);
+#else
   const vu code = __builtin_convertvector(load_bits<vb>(p), vu), rest = code & 0x7f;
   const vf small = __builtin_convertvector((vi)rest, vf) * set1(0x1p-9f);
   const vu bits = (vi)(rest < 8) ? (vu)small : (rest << 20) + 0x3c000000;
   return as_f(((vi)(rest == 0x7f) ? vu{} + 0x7fc00000 : bits) | (code & 0x80) << 24);
+#endif
 }
 
 inline void store(float* p, vf v) { store_bits(p, v); }
