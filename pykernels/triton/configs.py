@@ -1,0 +1,105 @@
+"""Tiles, warps and stages for each architecture: small pure functions, the reason beside each constant.
+
+The figures named here are those of `ci/compile_matrix.json` (registers, spills and loop lengths read off machine code);
+a table that `pykernels tune` measured on a GPU would replace a choice, not this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .common import Target, padded
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of packed queries x keys per step, and how many warps and pipeline stages serve it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the choice of an attention tile depends on. `q_bytes` and `kv_bytes` are the sizes of one element."""
+
+    head_dim: int
+    head_dim_v: int
+    group: int
+    q_bytes: int = 2
+    kv_bytes: int = 2
+    paged: bool = False
+
+    @property
+    def widest(self) -> int:
+        return max(padded(self.head_dim), padded(self.head_dim_v))
+
+
+def _holds_group(tile: Tile, group: int) -> Tile:
+    # A tile holds whole groups of query heads, so it needs at least `group` rows.
+    rows = max(tile.block_m, padded(group))
+    warps = tile.num_warps if rows == tile.block_m or tile.num_warps == 1 else 8
+    return Tile(rows, tile.block_n, warps, tile.num_stages, tile.tma)
+
+
+def prefill_tile(target: Target, shape: AttentionShape, tma_ok: bool = False) -> Tile:
+    """The tile of (paged) prefill attention; `tma_ok`: strides and sizes allow descriptors."""
+    return _holds_group(_prefill_tile(target, shape, tma_ok), shape.group)
+
+
+def _prefill_tile(target: Target, shape: AttentionShape, tma_ok: bool) -> Tile:
+    wide = shape.widest
+    if target.backend == "interpreter":
+        return Tile(16, 16, 1, 1, tma_ok)  # about 2.5 ms per step; more steps per case means more edges tested
+    if shape.q_bytes == 4:
+        return Tile(32, 32, 4, 1)  # exact float32 products run on the vector units and keep both tiles in registers
+    if target.backend == "hip":
+        return Tile(128, 32, 4, 2) if wide <= 128 else Tile(64, 32, 4, 1)  # 235 VGPR; 64 KiB of LDS
+    if target.arch >= 90 and target.arch < 120:
+        if wide > 128:
+            return Tile(64, 64, 8, 2)  # 128 rows, or 64 with 4 warps, spill
+        if tma_ok:
+            return Tile(128, 128, 8, 2, True) if wide == 128 else Tile(128, 64, 8, 3, True)
+        return Tile(128, 64, 8, 3)
+    # mma.sync keeps operands in registers: 128 x 64 with 8 warps is the largest that does not spill on sm_80.
+    if wide > 128:
+        return Tile(64, 32, 4, 1)
+    return Tile(128, 64, 8, 2)
+
+
+def decode_tile(target: Target, shape: AttentionShape) -> Tile:
+    """The tile of decode attention: the heads of a group are its rows."""
+    return _holds_group(_decode_tile(target, shape), shape.group)
+
+
+def _decode_tile(target: Target, shape: AttentionShape) -> Tile:
+    wide = shape.widest
+    if target.backend == "interpreter":
+        return Tile(16, 16, 1, 1)
+    if shape.q_bytes == 4:
+        return Tile(16, 32, 4, 1)
+    if target.backend == "hip":
+        return Tile(16, 64, 4, 1)
+    if target.arch >= 90 and target.arch < 120 and shape.kv_bytes == 1:
+        # There is no transposing 8-bit ldmatrix: 16 rows (mma.sync) fetch V by about 100 byte loads a step, 64 rows
+        # (wgmma, converted before shared memory) take 474 instructions instead of 739.
+        return Tile(64, 64, 4, 3 if wide <= 128 else 2)
+    return Tile(16, 64, 4, 3 if wide <= 128 else 2)
+
+
+SPLIT_TOKENS = 256  # the least a split reads: about 128 KiB of bfloat16 K and V, enough to hide its prologue
+MAX_SPLITS = 64  # per sequence and kv head: with 8 kv heads one sequence fills a 132-SM device almost four times
+
+
+def split_count(capacity: int, split_size: int) -> int:
+    """Splits that a sequence of up to `capacity` tokens can have: the grid's third axis, known without the lengths."""
+    if split_size > 0:
+        return max(1, -(-capacity // split_size))
+    return max(1, min(MAX_SPLITS, -(-capacity // SPLIT_TOKENS)))
+
+
+MERGE_HEADS = 4  # heads and parts that a merge program holds at once: 4 x 4 x 128 floats are 16 registers a thread
+MERGE_PARTS = 4

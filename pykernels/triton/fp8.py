@@ -1,0 +1,62 @@
+"""float8_e4m3fn codes in integer arithmetic: exact in the interpreter, and on devices whose Triton has no such type.
+
+e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits of mantissa, no infinity, 0x7f and 0xff are NaN, largest value 448.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def _widen(shift: int, keep: str, fix: str) -> tl.constexpr:
+    """Four e4m3 bytes to four 16-bit floats times 2^-8: byte to the high half, exponent and mantissa down, sign kept."""
+    return tl.constexpr(f"""{{
+        .reg .b32 a, b, s, t;
+        prmt.b32 a, 0, $2, 0x5040;
+        prmt.b32 b, 0, $2, 0x7060;
+        and.b32 s, a, 0x80008000;
+        and.b32 t, b, 0x80008000;
+        shr.u32 a, a, {shift};
+        shr.u32 b, b, {shift};
+        lop3.b32 $0, a, {keep}, s, 0xEA;
+        lop3.b32 $1, b, {keep}, t, 0xEA;
+        {fix}
+    }}""")
+
+
+TO_FP16 = _widen(1, "0x3F803F80", "")
+TO_BF16 = _widen(
+    4,
+    "0x07F007F0",
+    "mov.b32 s, 0x77807780; mov.b32 t, 0x80008000; fma.rn.bf16x2 $0, $0, s, t; fma.rn.bf16x2 $1, $1, s, t;",
+)
+
+
+@triton.jit
+def widen_e4m3(x, TYPE: tl.constexpr, BITS: tl.constexpr):
+    """x as TYPE. BITS: x is uint8 holding e4m3 codes, and the result is the value times 2^-8 in every TYPE."""
+    if not BITS:
+        return x.to(TYPE)
+    elif TYPE == tl.float32:
+        wide = x.to(tl.uint32)
+        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        value = bits.to(tl.float32, bitcast=True) * (2.0**112)
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+    elif TYPE == tl.float16:
+        return tl.inline_asm_elementwise(TO_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def encode_e4m3(x):
+    """The uint8 code nearest to x (float32), ties to even, saturated to 448; NaN gives 0x7f with x's sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), 448.0)
+    held = size.to(tl.int32, bitcast=True)
+    normal = ((held + 0x7FFFF + ((held >> 20) & 1)) >> 20) - (120 << 3)  # rebias 127 -> 7 on the rounded bits
+    small = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF  # below 2^-6 the spacing is 2^-9: the sum's own rounding
+    code = tl.where(size < 0.015625, small, normal)
+    return tl.where(x == x, sign | code, sign | 0x7F).to(tl.uint8)
