@@ -103,3 +103,24 @@ def split_count(capacity: int, split_size: int) -> int:
 
 MERGE_HEADS = 4  # heads and parts that a merge program holds at once: 4 x 4 x 128 floats are 16 registers a thread
 MERGE_PARTS = 4
+
+MAX_ROW = 65536  # elements of a normalised row that one block of 32 warps holds: 64 a thread
+ROTATED_HEADS = 8  # heads that share one program's cos and sin
+
+
+def row_tile(pad: int) -> tuple[int, int]:
+    """(rows, warps) of a kernel that holds whole rows of `pad` elements: about 8 to 16 elements a thread."""
+    rows = max(1, 1024 // pad)  # short rows (the norms of q and k) share a program
+    return rows, max(1, min(32, rows * pad // 512))
+
+GATHERED_TOKENS = 32  # rows of a gather's tile: 32 x 128 elements are 8 vector loads a thread
+
+
+def scan_block(vocab: int) -> int:
+    """Tokens per program of a pass over the vocabulary; a function of the vocabulary alone, so that bits do not change."""
+    return max(128, min(4096, 1 << (max(vocab, 1) - 1).bit_length()))
+
+
+def scan_warps(block: int) -> int:
+    """16 tokens a thread: 4096 with 8 warps compiles to about 80 registers, 8192 to 210."""
+    return max(1, min(8, block // 512))
