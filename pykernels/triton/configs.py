@@ -124,3 +124,15 @@ def scan_block(vocab: int) -> int:
 def scan_warps(block: int) -> int:
     """16 tokens a thread: 4096 with 8 warps compiles to about 80 registers, 8192 to 210."""
     return max(1, min(8, block // 512))
+
+GEMV_TOKENS = 8  # up to here reading the weight dominates; above, a vendor GEMM on a dequantised weight is faster
+UNPACKED_COLUMNS = 1024
+
+
+def gemv_tile(target: Target, x_bytes: int) -> Tile:
+    """block_m rows of the weight x block_n columns a step. Few rows, so that narrow layers still fill the device."""
+    if target.backend == "interpreter":
+        return Tile(16, 64, 1, 1)
+    if x_bytes == 4:
+        return Tile(16, 64, 4, 2)  # exact float32 products keep both operands in registers
+    return Tile(16, 256, 4, 4)  # 4 KiB of codes a stage, four in flight, several blocks on a multiprocessor
