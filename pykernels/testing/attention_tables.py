@@ -42,7 +42,7 @@ SMOKE: Table = {
 
 
 def paged_smoke() -> Table:
-    codes = Attention(q_lens=(21, 5), k_lens=(50, 33))
+    codes = Attention(q_lens=(21, 5, 1, 3), k_lens=(50, 33, 64, 19))
     return {
         **SMOKE,
         "page_1": replace(SMOKE["ragged"], page_size=1, pool="halves"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, LN2, LOG2E, NEG_INF, narrow, power_of_two
+from .common import INTERPRETED, LN2, LOG2E, NEG_INF, multiply_subtract, narrow, power_of_two
 from .fp8 import widen_e4m3
 
 
@@ -134,7 +134,7 @@ def _walk(
             s = s * ks[None, :]
         if SOFTCAP:
             s = (1.0 - 2.0 / (tl.exp2(s * (2.0 * scale / softcap)[:, None]) + 1.0)) * (softcap * LOG2E)
-        elif ALIBI or MASKED:
+        elif ALIBI:
             s = s * scale[:, None]
         if ALIBI:
             s = s - slope[:, None] * tl.abs(q_pos[:, None] - n[None, :]).to(tl.float32)
@@ -145,14 +145,17 @@ def _walk(
             finite = tl.abs(v.to(tl.float32)) < float("inf")
             dirty = tl.maximum(dirty, tl.max(tl.max(tl.where(finite, 0, 1), 1), 0))
             v = tl.where(finite, v, tl.zeros([1, 1], v.dtype))
-        if SOFTCAP or ALIBI or MASKED:
+        if SOFTCAP or ALIBI:
             top = tl.maximum(m, tl.max(s, 1))
-            base_line = tl.where(top == NEG_INF, 0.0, top)  # a wholly masked tile must not poison the maximum
-            p = tl.exp2(s - base_line[:, None])
         else:
             top = tl.maximum(m, tl.max(s, 1) * scale)
-            base_line = top
-            p = tl.exp2(s * scale[:, None] - base_line[:, None])
+        base_line = top
+        if MASKED:
+            base_line = tl.where(top == NEG_INF, 0.0, top)  # a wholly masked tile must not poison the maximum
+        if SOFTCAP or ALIBI:
+            p = tl.exp2(s - base_line[:, None])
+        else:
+            p = tl.exp2(multiply_subtract(s, scale[:, None], base_line[:, None]))
         alpha = tl.exp2(m - base_line)
         m = top
         l = l * alpha + tl.sum(p, 1)
@@ -194,10 +197,23 @@ def _restore_not_finite(
     return acc
 
 
-@triton.jit(do_not_specialize=["total_q", "num_seqs", "left", "right", "split_size", "s_table"], do_not_specialize_on_alignment=["BlockTable", "CuQ", "CuK", "SeqK"])
+@triton.jit(
+    do_not_specialize=[
+        "total_q",
+        "num_seqs",
+        "left",
+        "right",
+        "split_size",
+        "s_table",
+        "so_part",
+        "sl_part",
+        "sl_head",
+    ],
+    do_not_specialize_on_alignment=["BlockTable", "CuQ", "CuK", "SeqK"],
+)
 def attention(
     Q, K, V, KBoxes, VBoxes, Out, Lse, KScale, VScale, Alibi, Sinks, BlockTable, CuQ, CuK, SeqK,
-    total_q, num_seqs, softmax_scale, softcap, left, right, split_size, s_table,
+    total_q, num_seqs, scale_high, scale_low, softcap, left, right, split_size, s_table,
     sq_row, sq_head, so_part, so_row, so_head, sl_part, sl_head, sk_page, sk_slot, sk_head, sv_page, sv_slot, sv_head,
     sks_page, sks_slot, sks_head, svs_page, svs_slot, svs_head, sa_seq,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, GROUP: tl.constexpr,
@@ -213,7 +229,9 @@ def attention(
     DOT: tl.constexpr = tl.float32 if INTERPRETED else TYPE
     # Masked tiles hold more in registers, and less of a smaller one is wasted.
     MASK_N: tl.constexpr = max(BLOCK_N // 2, 16)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last tiles are the longest: start them first
+    tile = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # under a causal mask the last tiles are the longest: start them first
     head = tl.program_id(1)
     split = tl.program_id(2)
     if CuQ is None:
@@ -270,13 +288,16 @@ def attention(
     d = tl.arange(0, D_PAD)
     q_at = Q + q_row[:, None] * sq_row + q_head[:, None] * sq_head + d[None, :]
     q = tl.load(q_at, mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
-    scale_now = softmax_scale
+    # One rounding in all: an error of the scale is the same for every key, so it is multiplied by the largest logit.
+    scale_now = tl.full([], scale_high, tl.float64) + tl.full([], scale_low, tl.float64)
     if KScale is not None and not DYNAMIC:
-        scale_now = scale_now * tl.load(KScale + head * sks_head)
+        scale_now = scale_now * tl.load(KScale + head * sks_head).to(tl.float64)
     if E4M3_BITS:
         scale_now = scale_now * 256.0
+    scale_now = scale_now.to(tl.float32)
     q = tl.where(scale_now < 0, -q, q)  # a negative scale turns the scores, so that the maximum stays one
-    scale = tl.zeros([BLOCK_M], tl.float32) + tl.abs(scale_now) * LOG2E
+    # Not quite zero: 0 x -inf, at a masked key, would be NaN.
+    scale = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(tl.abs(scale_now), 1.0e-30)
     if NORM_Q:  # a power of two per row brings bfloat16 queries into float16's range without rounding
         unit = power_of_two(tl.max(tl.abs(q.to(tl.float32)), 1))
         q = q.to(tl.float32) * (1.0 / unit)[:, None]

@@ -1,7 +1,8 @@
 """What several Triton families share: the one constexpr between hardware and interpreter, rounding, types, the target.
 
 `INTERPRETED` is that constexpr. Triton's interpreter multiplies the raw bits of bfloat16 in `tl.dot` and truncates casts
-to bfloat16; so under it products are fed float32 and casts are rounded in integers. No kernel differs in any other way.
+to bfloat16, and it fuses no multiplication with the addition after it; so under it products are fed float32, casts are rounded
+in integers, and the fused step of the softmax is computed in float64. No kernel differs in any other way.
 """
 
 from __future__ import annotations
@@ -66,11 +67,21 @@ def padded(size: int, least: int = 16) -> int:
 @triton.jit
 def narrow(x, TYPE: tl.constexpr):
     """float32 to TYPE, rounded to nearest even in both worlds."""
-    if INTERPRETED and TYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == TYPE:
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
         x = bits.to(tl.float32, bitcast=True)
     return x.to(TYPE)
+
+
+@triton.jit
+def multiply_subtract(x, y, z):
+    """x * y - z rounded once, as the hardware's fused instruction does."""
+    if INTERPRETED:
+        out = (x.to(tl.float64) * y.to(tl.float64) - z.to(tl.float64)).to(tl.float32)
+    else:
+        out = x * y - z
+    return out
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def prefill_tile(target: Target, shape: AttentionShape, tma_ok: bool = False) ->
 def _prefill_tile(target: Target, shape: AttentionShape, tma_ok: bool) -> Tile:
     wide = shape.widest
     if target.backend == "interpreter":
-        return Tile(16, 16, 1, 1, tma_ok)  # about 2.5 ms per step; more steps per case means more edges tested
+        return Tile(32, 32, 1, 1, tma_ok)  # a step costs the same few milliseconds at any small size
     if shape.q_bytes == 4:
         return Tile(32, 32, 4, 1)  # exact float32 products run on the vector units and keep both tiles in registers
     if target.backend == "hip":
@@ -78,7 +78,7 @@ def decode_tile(target: Target, shape: AttentionShape) -> Tile:
 def _decode_tile(target: Target, shape: AttentionShape) -> Tile:
     wide = shape.widest
     if target.backend == "interpreter":
-        return Tile(16, 16, 1, 1)
+        return Tile(16, 32, 1, 1)
     if shape.q_bytes == 4:
         return Tile(16, 32, 4, 1)
     if target.backend == "hip":
@@ -113,6 +113,7 @@ def row_tile(pad: int) -> tuple[int, int]:
     rows = max(1, 1024 // pad)  # short rows (the norms of q and k) share a program
     return rows, max(1, min(32, rows * pad // 512))
 
+
 GATHERED_TOKENS = 32  # rows of a gather's tile: 32 x 128 elements are 8 vector loads a thread
 
 
@@ -124,6 +125,7 @@ def scan_block(vocab: int) -> int:
 def scan_warps(block: int) -> int:
     """16 tokens a thread: 4096 with 8 warps compiles to about 80 registers, 8192 to 210."""
     return max(1, min(8, block // 512))
+
 
 GEMV_TOKENS = 8  # up to here reading the weight dominates; above, a vendor GEMM on a dequantised weight is faster
 UNPACKED_COLUMNS = 1024

@@ -20,7 +20,7 @@ from .common import LN2, LOG2E, NEG_INF, narrow, padded, target_of
 from .launch import AttentionCall, attention_arguments
 
 
-@triton.jit(do_not_specialize=["split_size"])
+@triton.jit(do_not_specialize=["split_size", "sp_part", "sl_part", "sl_row", "sl_head"])
 def _merge_splits(
     Parts, PartLse, Sinks, SeqK, Out, Lse, split_size, num_heads, sp_part, sp_row, so_row, so_head, sl_part, sl_row, sl_head,
     DV: tl.constexpr, DV_PAD: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
@@ -60,7 +60,7 @@ def _merge_splits(
         tl.store(Lse + heads * sl_head + row, lse, mask=head_ok)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "sla_head", "slb_head", "sl_head"])
 def _merge_states(
     OutA, LseA, OutB, LseB, Out, Lse, tokens, sa_row, sa_head, sla_head, sb_row, sb_head, slb_head, so_row, so_head, sl_head,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -79,8 +79,12 @@ def _merge_states(
     total = share_a + share_b
     some = tl.where(total == 0, 1.0, total)
     seen = (d < DV)[None, :]
-    a = tl.load(OutA + row[:, None] * sa_row + head * sa_head + d[None, :], mask=(share_a != 0)[:, None] & seen, other=0.0)
-    b = tl.load(OutB + row[:, None] * sb_row + head * sb_head + d[None, :], mask=(share_b != 0)[:, None] & seen, other=0.0)
+    a = tl.load(
+        OutA + row[:, None] * sa_row + head * sa_head + d[None, :], mask=(share_a != 0)[:, None] & seen, other=0.0
+    )
+    b = tl.load(
+        OutB + row[:, None] * sb_row + head * sb_head + d[None, :], mask=(share_b != 0)[:, None] & seen, other=0.0
+    )
     out = a.to(tl.float32) * (share_a / some)[:, None] + b.to(tl.float32) * (share_b / some)[:, None]
     at = Out + row[:, None] * so_row + head * so_head + d[None, :]
     tl.store(at, narrow(out, Out.dtype.element_ty), mask=row_ok[:, None] & seen)
@@ -90,7 +94,16 @@ def _merge_states(
 
 def workspace_bytes(splits: int, batch: int, num_heads: int, head_dim_v: int) -> int:
     """Bytes that the parts of a split decode take: float32 outputs and log-sum-exps, one plane per split."""
-    return 0 if splits == 1 else 4 * splits * batch * num_heads * (head_dim_v + 1)
+    return 4 * splits * batch * num_heads * (head_dim_v + 1)
+
+
+def refuses_paged_decode_attention(*, q, k_cache, v_cache, block_table, split_size, workspace, **_) -> list[str]:
+    """A workspace that is too small, and more splits than a grid has room for."""
+    splits = configs.split_count(block_table.shape[1] * k_cache.shape[1], split_size)
+    needed = workspace_bytes(splits, q.shape[0], q.shape[1], v_cache.shape[3])
+    if workspace is not None and (workspace.numel() < needed or workspace.data_ptr() % 4):
+        return [f"the workspace must hold {needed} bytes, 4-byte aligned, for {splits} splits; got {workspace.numel()}"]
+    return [] if splits < 65536 else [f"at most 65535 splits fit a grid, split_size {split_size} makes {splits}"]
 
 
 def paged_decode_attention(
@@ -110,13 +123,10 @@ def paged_decode_attention(
         sinks=sinks, split_size=split_size, out=out, lse=lse,
     )  # fmt: skip
     tile = configs.decode_tile(target_of(q), call.shape)
-    launch = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
-    if splits == 1:
-        attention[batch, num_kv_heads, 1](**attention_arguments(call, tile), **launch)
-        return
+    # One split goes through the merge too: a table that grows past it must not compile another kernel.
     parts, part_lse = _parts(workspace, splits, q, head_dim_v)
-    call = replace(call, out=parts, lse=part_lse)
-    attention[batch, num_kv_heads, splits](**attention_arguments(call, tile), **launch)
+    arguments = attention_arguments(replace(call, out=parts, lse=part_lse), tile)
+    attention[batch, num_kv_heads, splits](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
     heads = configs.MERGE_HEADS
     _merge_splits[batch, triton.cdiv(num_heads, heads)](
         parts, part_lse, sinks, seqlens_k, out, lse, split_size, num_heads, parts.stride(0), parts.stride(1), out.stride(0),
@@ -125,7 +135,9 @@ def paged_decode_attention(
     )  # fmt: skip
 
 
-def _parts(workspace: torch.Tensor | None, splits: int, q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(
+    workspace: torch.Tensor | None, splits: int, q: torch.Tensor, head_dim_v: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts [splits, batch, heads, head_dim_v] and their lse [splits, heads, batch], in the workspace where there is one."""
     batch, num_heads, _ = q.shape
     size = workspace_bytes(splits, batch, num_heads, head_dim_v)

@@ -38,15 +38,14 @@ def widen_e4m3(x, TYPE: tl.constexpr, BITS: tl.constexpr):
     """x as TYPE. BITS: x is uint8 holding e4m3 codes, and the result is the value times 2^-8 in every TYPE."""
     if not BITS:
         return x.to(TYPE)
-    elif TYPE == tl.float32:
+    if tl.float32 == TYPE:
         wide = x.to(tl.uint32)
         bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
         value = bits.to(tl.float32, bitcast=True) * (2.0**112)
         return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
-    elif TYPE == tl.float16:
+    if tl.float16 == TYPE:
         return tl.inline_asm_elementwise(TO_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        return tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit

@@ -47,7 +47,9 @@ def _codes(x, scale, KIND: tl.constexpr, Cache):
 
 
 @triton.jit
-def _row_scale(Scale, amax, page, slot, head, head_ok, ss_page, ss_slot, ss_head, KIND: tl.constexpr, DYNAMIC: tl.constexpr):
+def _row_scale(
+    Scale, amax, page, slot, head, head_ok, ss_page, ss_slot, ss_head, KIND: tl.constexpr, DYNAMIC: tl.constexpr
+):
     """[HEADS]: the scale of each row; a dynamic one is computed and written, a static one read."""
     if KIND == "float":
         scale = tl.zeros_like(amax)
@@ -159,7 +161,9 @@ def rope_append_kv(
     *, q, k, v, positions, inv_freq, interleaved, rope_scale, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_out,
 ):  # fmt: skip
     """`rotary_embedding` of q and k and `append_kv` of k and v in one launch."""
-    _launch_append(q, k, v, positions, inv_freq, q_out, interleaved, rope_scale, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    _launch_append(
+        q, k, v, positions, inv_freq, q_out, interleaved, rope_scale, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    )
 
 
 def _launch_append(

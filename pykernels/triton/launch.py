@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from .common import TYPES, padded, target_of
+from .common import LOG2E, TYPES, padded, target_of
 from .configs import MAX_SPLITS, SPLIT_TOKENS, AttentionShape, Tile
 
 
@@ -85,10 +85,13 @@ def attention_arguments(call: AttentionCall, tile: Tile) -> dict[str, Any]:
     slot = 1 if paged else 0  # contiguous keys stand one per page
     pages = (k.stride(0), k.stride(slot), k.stride(2)), (v.stride(0), v.stride(slot), v.stride(2))
     boxes = (_descriptor(k, tile.block_n), _descriptor(v, tile.block_n)) if tile.tma else (None, None)
+    scale = float(call.softmax_scale) * LOG2E.value
+    scale_high = torch.tensor(scale, dtype=torch.float32).item()
+    scale_low = scale - scale_high
     return dict(
         Q=q, K=k, V=v, KBoxes=boxes[0], VBoxes=boxes[1], Out=out, Lse=lse, KScale=call.k_scale, VScale=call.v_scale, Alibi=call.alibi_slopes, Sinks=call.sinks,
         BlockTable=call.block_table, CuQ=call.cu_seqlens_q, CuK=call.cu_seqlens_k, SeqK=call.seqlens_k,
-        total_q=q.shape[0], num_seqs=call.batch, softmax_scale=float(call.softmax_scale), softcap=float(call.softcap),
+        total_q=q.shape[0], num_seqs=call.batch, scale_high=scale_high, scale_low=scale_low, softcap=float(call.softcap),
         left=call.window_left, right=call.window_right, split_size=call.split_size,
         s_table=call.block_table.stride(0) if paged else 0,
         sq_row=q.stride(0), sq_head=q.stride(1), so_part=out.stride(0) if split else 0, so_row=out.stride(-3),

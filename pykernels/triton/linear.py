@@ -179,7 +179,9 @@ def refuses_embedding(*, weight, weight_format, layout, **_) -> list[str]:
     return _refuses(weight, weight_format, layout)
 
 
-def _matrix(weight: torch.Tensor, weight_format: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _matrix(
+    weight: torch.Tensor, weight_format: str, rows: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[rows, columns] of floats or codes, and their scales, out of a dense weight or packed bytes."""
     if weight_format == "dense":
         return weight, None
@@ -204,11 +206,15 @@ def _unpack(weight: torch.Tensor, weight_format: str, ids: torch.Tensor | None, 
     grid = (count, triton.cdiv(columns, block))
     if weight_format in BLOCK_FORMATS:
         size = BLOCK_FORMATS[weight_format]
-        _unpack_blocks[grid](weight, ids, out, rows, columns // 32, out.stride(0), weight_format, size, block // 32, num_warps=4)
+        _unpack_blocks[grid](
+            weight, ids, out, rows, columns // 32, out.stride(0), weight_format, size, block // 32, num_warps=4
+        )
         return
     matrix, scales = _matrix(weight, weight_format, rows, columns)
     bits = matrix.dtype == torch.uint8
-    _unpack_rows[grid](matrix, scales, ids, out, rows, columns, matrix.stride(0), out.stride(0), bits, block, num_warps=4)
+    _unpack_rows[grid](
+        matrix, scales, ids, out, rows, columns, matrix.stride(0), out.stride(0), bits, block, num_warps=4
+    )
 
 
 def linear(*, x, weight, weight_format, layout, activations, bias, residual, out):

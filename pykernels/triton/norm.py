@@ -34,7 +34,11 @@ def _rms_norm(
 def refuses_rms_norm(*, x, **_) -> list[str]:
     """A row is held by one block."""
     hidden = x.shape[1]
-    return [] if hidden <= configs.MAX_ROW else [f"a row is held in registers: hidden up to {configs.MAX_ROW}, got {hidden}"]
+    return (
+        []
+        if hidden <= configs.MAX_ROW
+        else [f"a row is held in registers: hidden up to {configs.MAX_ROW}, got {hidden}"]
+    )
 
 
 def rms_norm(*, x, weight, eps, residual, out, residual_out):
@@ -46,4 +50,6 @@ def rms_norm(*, x, weight, eps, residual, out, residual_out):
     rows, warps = configs.row_tile(pad)
     strides = [0 if t is None else t.stride(0) for t in (x, residual, out, residual_out)]
     grid = (triton.cdiv(tokens, rows),)
-    _rms_norm[grid](x, weight, residual, out, residual_out, tokens, float(eps), *strides, hidden, pad, rows, num_warps=warps)
+    _rms_norm[grid](
+        x, weight, residual, out, residual_out, tokens, float(eps), *strides, hidden, pad, rows, num_warps=warps
+    )

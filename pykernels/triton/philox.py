@@ -41,11 +41,11 @@ def _unit(words):
 
 
 @triton.jit
-def uniforms(seed, position, first, PURPOSE: tl.constexpr, COUNT: tl.constexpr):
+def uniforms(seed, position, first, purpose, COUNT: tl.constexpr):
     """float32 [COUNT] in (0, 1): elements first .. first + COUNT - 1 of the stream of (seed, position); 4 divides both."""
     zero = tl.full([COUNT // 4], 0, tl.uint32)
     c0 = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
-    c1 = zero + PURPOSE
+    c1 = zero + purpose
     c2 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     c3 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     k0 = zero + (seed & 0xFFFFFFFF).to(tl.uint32)
@@ -55,11 +55,11 @@ def uniforms(seed, position, first, PURPOSE: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def uniform_at(seed, position, index, PURPOSE: tl.constexpr):
+def uniform_at(seed, position, index, purpose):
     """float32, one element for each of `index`: for tokens that are few and far between."""
     zero = (index - index).to(tl.uint32)
     c0 = (index // 4).to(tl.uint32)
-    c1 = zero + PURPOSE
+    c1 = zero + purpose
     c2 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     c3 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     k0 = zero + (seed & 0xFFFFFFFF).to(tl.uint32)

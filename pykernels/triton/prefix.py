@@ -116,19 +116,19 @@ def last_of_prefix(Values, Ids, count, key, last, top, heat, target, BY_MASS: tl
     """The token at which the prefix's count or mass reaches `target`, among collected tokens up to (key, last)."""
     found = tl.full([], 0, tl.uint32)
     shift = tl.full([], 30, tl.uint32)
-    for _ in range(16):
+    for _digits in range(16):
         low = found
         for digit in tl.static_range(1, 4):
             trial = low | (tl.full([], digit, tl.uint32) << shift)
             total = tl.full([], 0.0, tl.float64)
             for start in range(0, count, BLOCK):
-                keys, _, amount = _amounts(Values, Ids, count, start, key, last, top, heat, BY_MASS, BLOCK)
+                keys, _ids, amount = _amounts(Values, Ids, count, start, key, last, top, heat, BY_MASS, BLOCK)
                 total += tl.sum(tl.where(keys >= trial, amount, 0.0), 0).to(tl.float64)
             found = tl.where(total >= target, trial, found)
         shift = tl.where(shift > 0, shift - 2, shift)
     run = tl.full([], 0.0, tl.float64)
     for start in range(0, count, BLOCK):
-        keys, _, amount = _amounts(Values, Ids, count, start, key, last, top, heat, BY_MASS, BLOCK)
+        keys, _ids, amount = _amounts(Values, Ids, count, start, key, last, top, heat, BY_MASS, BLOCK)
         run += tl.sum(tl.where(keys > found, amount, 0.0), 0).to(tl.float64)
     end = tl.full([], 2147483647, tl.int32)
     for start in range(0, count, BLOCK):
@@ -145,7 +145,7 @@ def prefix_of(Y, Values, Ids, vocab, top, top_id, heat, top_k, top_p, min_p, BLO
     """(key, last id, mass, tokens collected) of what min-p, top-k and top-p keep of the logits Y [vocab]."""
     count, count_all, mass, mass_all = _collect(Y, Values, Ids, vocab, top, top_id, heat, min_p, FLOOR, BLOCK)
     by_count = (top_k > 0) & (top_k < count_all)
-    enough = ((by_count & (top_k <= count)) | ((by_count == 0) & (top_p < 1) & (mass >= top_p.to(tl.float64) * mass_all)))
+    enough = (by_count & (top_k <= count)) | ((by_count == 0) & (top_p < 1) & (mass >= top_p.to(tl.float64) * mass_all))
     if (enough == 0) & (count < count_all):
         count, count_all, mass, mass_all = _collect(Y, Values, Ids, vocab, top, top_id, heat, min_p, 0.0, BLOCK)
     key = tl.full([], 0, tl.uint32)
@@ -166,6 +166,6 @@ def prefix_of(Y, Values, Ids, vocab, top, top_id, heat, top_k, top_p, min_p, BLO
 def _mass(Values, Ids, count, key, last, top, heat, BLOCK: tl.constexpr):
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, count, BLOCK):
-        _, _, amount = _amounts(Values, Ids, count, start, key, last, top, heat, True, BLOCK)
+        _keys, _ids, amount = _amounts(Values, Ids, count, start, key, last, top, heat, True, BLOCK)
         total += tl.sum(amount, 0).to(tl.float64)
     return total

@@ -14,12 +14,33 @@ from .common import narrow
 
 
 @triton.jit
+def _sin_cos(angle):
+    """sin and cos of float32 angles to float32's precision, whatever their size.
+
+    The library's functions carry a reduction for huge arguments that lives in local memory; float64 needs none: quarter
+    turns are counted exactly, and the rest, within pi / 4, goes through the polynomials of Cephes (Moshier).
+    """
+    quarters = angle.to(tl.float64) * 0.63661977236758134308
+    whole = tl.floor(quarters + 0.5)
+    r = ((quarters - whole) * 1.57079632679489661923).to(tl.float32)
+    turn = (whole - 4.0 * tl.floor(whole * 0.25)).to(tl.int32)  # 0 to 3
+    r2 = r * r
+    sin = r + r * r2 * (-1.6666654611e-1 + r2 * (8.3321608736e-3 + r2 * -1.9515295891e-4))
+    cos = 1.0 - 0.5 * r2 + r2 * r2 * (4.166664568298827e-2 + r2 * (-1.388731625493765e-3 + r2 * 2.443315711809948e-5))
+    odd = (turn & 1) != 0
+    s = tl.where(odd, cos, sin)
+    c = tl.where(odd, sin, cos)
+    return tl.where(turn >= 2, -s, s), tl.where((turn == 1) | (turn == 2), -c, c)
+
+
+@triton.jit
 def angles(Positions, InvFreq, token, rope_scale, PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr):
     """cos and sin [PAIRS_PAD] of one token, float32, times rope_scale (YaRN's attention factor)."""
     p = tl.arange(0, PAIRS_PAD)
     position = tl.load(Positions + token).to(tl.float32)
     angle = position * tl.load(InvFreq + p, mask=p < PAIRS, other=0.0)
-    return tl.cos(angle) * rope_scale, tl.sin(angle) * rope_scale
+    sin, cos = _sin_cos(angle)
+    return cos * rope_scale, sin * rope_scale
 
 
 @triton.jit

@@ -66,7 +66,9 @@ def _finish(
     elif filtered & valid:
         values = Values + row * vocab
         kept = Kept + row * vocab
-        key, last, mass, count = prefix_of(Y + row * s_y, values, kept, vocab, top, top_id, heat, top_k, top_p, min_p, BLOCK)
+        key, last, mass, count = prefix_of(
+            Y + row * s_y, values, kept, vocab, top, top_id, heat, top_k, top_p, min_p, BLOCK
+        )
         winner = _race(values, kept, count, key, last, top, heat, tl.load(Seeds + row), tl.load(Positions + row), BLOCK)
     token = tl.where(valid, winner, -1)
     tl.store(Ids + row, token.to(tl.int64))
@@ -123,7 +125,9 @@ def _top_logprobs(X, Rows, Ends, MinP, TopIds, TopLogprobs, vocab, count, s_x, s
         z = heated(best, top, heat)
         some = valid & (z > NEG_INF)
         tl.store(TopIds + row * s_ids + entry, tl.where(some, best_id, -1).to(tl.int64))
-        tl.store(TopLogprobs + row * s_logprobs + entry, tl.where(valid, tl.where(some, z - log_mass, NEG_INF), float("nan")))
+        tl.store(
+            TopLogprobs + row * s_logprobs + entry, tl.where(valid, tl.where(some, z - log_mass, NEG_INF), float("nan"))
+        )
         before = best
         before_id = best_id
 

@@ -11,7 +11,7 @@ from .philox import SAMPLE_NOISE, uniforms
 IN_PROMPT = tl.constexpr(1 << 30)  # a bit beside the count of a token in the output
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "s_ids"])
 def count_tokens(Ids, Counts, vocab, length, s_ids, AMOUNT: tl.constexpr, BLOCK: tl.constexpr):
     """grid = (rows, length / BLOCK). Integer atomics: the order in which they land does not matter."""
     row = tl.program_id(0).to(tl.int64)

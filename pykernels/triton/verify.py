@@ -29,7 +29,7 @@ def _prefixes(
     top_k = tl.load(TopK + owner)
     top_p = tl.load(TopP + owner)
     min_p = tl.load(MinP + owner)
-    top, top_id, bad, mass, _ = combine(Numbers, Tokens, row, rows, heat, CHUNKS, PAD)
+    top, top_id, bad, mass, _winner = combine(Numbers, Tokens, row, rows, heat, CHUNKS, PAD)
     usable = (top > NEG_INF) & (bad == 0)
     key = tl.full([], 0, tl.uint32)
     last = tl.full([], 2147483647, tl.int32)
@@ -40,7 +40,7 @@ def _prefixes(
         heat = tl.full([], 1.0, tl.float32)
         mass = tl.full([], 1.0, tl.float32)
     elif filtered & usable:
-        key, last, mass, _ = prefix_of(Y + row * s_y, Values + row * vocab, Kept + row * vocab, vocab, top, top_id, heat, top_k,
+        key, last, mass, _count = prefix_of(Y + row * s_y, Values + row * vocab, Kept + row * vocab, vocab, top, top_id, heat, top_k,
                                        top_p, min_p, BLOCK)  # fmt: skip
     tl.store(Rows + row * 3, top)
     tl.store(Rows + row * 3 + 1, mass)
@@ -56,27 +56,28 @@ def _probability(Y, Rows, Ends, row, ids, mask, min_p):
     """p of tokens `ids` of a target row, 0 outside what is kept."""
     y = tl.load(Y + ids, mask=mask, other=NEG_INF).to(tl.float32) + 0.0
     key = tl.load(Ends + row * 4).to(tl.uint32, bitcast=True)
-    e, fits = supported(y, ids, tl.load(Rows + row * 3), tl.load(Ends + row * 4 + 2), tl.load(Rows + row * 3 + 2), min_p)
-    return tl.where(mask & fits & within(y, ids, key, tl.load(Ends + row * 4 + 1)), e / tl.load(Rows + row * 3 + 1), 0.0)
+    e, fits = supported(
+        y, ids, tl.load(Rows + row * 3), tl.load(Ends + row * 4 + 2), tl.load(Rows + row * 3 + 2), min_p
+    )
+    return tl.where(
+        mask & fits & within(y, ids, key, tl.load(Ends + row * 4 + 1)), e / tl.load(Rows + row * 3 + 1), 0.0
+    )
 
 
 @triton.jit
-def _draw(
-    Y, Q, Rows, Ends, row, drafted, min_p, seed, position, vocab, MODE: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Winner over the vocabulary. MODE 0: of p; 1: of max(p - q, 0), q given or one-hot at `drafted`. -1 if nothing is left."""
+def _draw(Y, Q, Rows, Ends, row, drafted, share, min_p, seed, position, purpose, vocab, BLOCK: tl.constexpr):
+    """The winner under max(p - share x q, 0), q given or one-hot at `drafted`; -1 when nothing is left."""
     best = tl.full([], NEG_INF, tl.float32)
     winner = tl.full([], -1, tl.int32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         mask = ids < vocab
         p = _probability(Y, Rows, Ends, row, ids, mask, min_p)
-        if MODE == 1:
-            if Q is None:
-                p = tl.where(ids == drafted, 0.0, p)
-            else:
-                p = tl.maximum(p - tl.load(Q + ids, mask=mask, other=0.0), 0.0)
-        race = tl.where(p > 0, tl.log(uniforms(seed, position, start, PURPOSE, BLOCK)) / p, NEG_INF)
+        if Q is None:
+            p = p - share * tl.where(ids == drafted, p, 0.0)
+        else:
+            p = p - share * tl.load(Q + ids, mask=ids < tl.where(share > 0, vocab, 0), other=0.0)
+        race = tl.where(p > 0, tl.log(uniforms(seed, position, start, purpose, BLOCK)) / p, NEG_INF)
         fastest = tl.max(race, 0)
         first = tl.min(tl.where(race == fastest, ids, LAST_ID), 0)
         winner = tl.where(fastest > best, first, winner)
@@ -89,49 +90,63 @@ def _verify(
     Y, DraftIds, Q, CuDraft, MinP, Seeds, Positions, Rows, Ends, Ids, NumAccepted, vocab, max_tokens, s_y, s_q, s_ids,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid = (requests,). Walks the drafts of a request until one is rejected or a target row is unusable."""
+    """grid = (requests,). Accepts drafts until one is rejected or its target row is unusable, then draws one more token."""
     request = tl.program_id(0).to(tl.int64)
     begin = tl.load(CuDraft + request)
     length = tl.load(CuDraft + request + 1) - begin
     seed = tl.load(Seeds + request)
     position = tl.load(Positions + request)
     min_p = tl.load(MinP + request)
-    for place in range(max_tokens):
-        tl.store(Ids + request * s_ids + place, -1)
-    tl.debug_barrier()
     step = length - length
     going = step + 1
     while (going > 0) & (step < length):
         row = begin + request + step
-        drafted = tl.load(DraftIds + begin + step).to(tl.int32)
-        usable = tl.load(Ends + row * 4 + 3) != 0
+        drafted = tl.load(DraftIds + begin + step)
         inside = (drafted >= 0) & (drafted < vocab)
-        token = tl.where(inside, drafted, 0)
-        y = Y + row.to(tl.int64) * s_y
-        p = _probability(y, Rows, Ends, row, token, inside, min_p)
-        q = tl.full([], 1.0, tl.float32)
-        rest = Q
+        token = tl.where(inside, drafted, 0).to(tl.int32)
+        p = _probability(Y + row * s_y, Rows, Ends, row, token, inside, min_p)
+        q = p - p + 1.0
         if Q is not None:
-            rest = Q + (begin + step).to(tl.int64) * s_q
-            q = tl.load(rest + token)
-        u = uniform_at(seed, position + step, tl.full([], 0, tl.int32), ACCEPT)
-        accepted = usable & inside & (u * q < p)
-        if accepted == 0:
-            if usable:
-                token = _draw(y, rest, Rows, Ends, row, drafted, min_p, seed, position + step, vocab, 1, RESAMPLE_NOISE, BLOCK)
-                if token < 0:  # only rounding can leave nothing of p - q
-                    token = _draw(y, rest, Rows, Ends, row, drafted, min_p, seed, position + step, vocab, 0, RESAMPLE_NOISE, BLOCK)
-            going = step - step
-        if usable:
-            tl.store(Ids + request * s_ids + step, token.to(tl.int64))
-        step += accepted.to(tl.int32)
+            q = tl.load(Q + (begin + step).to(tl.int64) * s_q + token)
+        u = uniform_at(seed, position + step, token - token, ACCEPT)
+        accepted = (tl.load(Ends + row * 4 + 3) != 0) & inside & (u * q < p)
+        tl.store(Ids + request * s_ids + step, token.to(tl.int64), mask=accepted)
+        going = accepted.to(tl.int32)
+        step += going
     tl.store(NumAccepted + request, step)
+
     row = begin + request + step
-    if going > 0:
-        if tl.load(Ends + row * 4 + 3) != 0:
-            y = Y + row.to(tl.int64) * s_y
-            token = _draw(y, Q, Rows, Ends, row, 0, min_p, seed, position + step, vocab, 0, SAMPLE_NOISE, BLOCK)
-            tl.store(Ids + request * s_ids + step, token.to(tl.int64))
+    at = begin + step
+    rejected = step < length
+    drafted = tl.load(DraftIds + at, mask=rejected, other=-1)
+    purpose = tl.where(rejected, RESAMPLE_NOISE, SAMPLE_NOISE).to(tl.uint32)
+    share = tl.where(rejected, 1.0, 0.0)
+    winner = step - step - 1
+    rest = Q
+    if Q is not None:
+        rest = Q + tl.where(rejected, at, 0).to(tl.int64) * s_q
+    if tl.load(Ends + row * 4 + 3) != 0:
+        tries = step - step
+        while (winner < 0) & (tries < 2):  # only rounding can leave nothing of p - q: then p itself
+            winner = _draw(
+                Y + row * s_y,
+                rest,
+                Rows,
+                Ends,
+                row,
+                drafted,
+                share,
+                min_p,
+                seed,
+                position + step,
+                purpose,
+                vocab,
+                BLOCK,
+            )
+            share = share * 0.0
+            tries += 1
+    for place in range(step, max_tokens):
+        tl.store(Ids + request * s_ids + place, tl.where(place == step, winner, -1).to(tl.int64))
 
 
 def verify_draft(
@@ -159,4 +174,4 @@ def verify_draft(
                      ends, rows, batch, vocab, stride, chunks, triton.next_power_of_2(chunks), block, **launch)  # fmt: skip
     _verify[batch,](target_logits, draft_ids, draft_probs, cu_draft, min_p, seeds, positions, numbers_of_rows, ends, ids,
                     num_accepted, vocab, ids.shape[1], stride, 0 if draft_probs is None else draft_probs.stride(0),
-                    ids.stride(0), block, **launch)  # fmt: skip
+                    ids.stride(0), max(block // 2, 64), **launch)  # fmt: skip

@@ -1,0 +1,188 @@
+"""The Triton backend in Triton's interpreter: every op against the reference, and what only this backend promises."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from interpreter import patch_once
+
+from pykernels.contract import OPS
+from pykernels.testing import Case, cases, check_case
+from pykernels.triton import BACKEND, configs
+from pykernels.triton.common import INTERPRETED, Target
+
+ROOT = Path(__file__).parents[1]
+DEVICE = "cpu" if INTERPRETED.value else "cuda"
+if INTERPRETED.value:
+    patch_once()
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(BACKEND.unavailable()), reason="; ".join(BACKEND.unavailable())),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, from lanes that a mask throws away
+]
+
+
+def run(op_name: str, args: dict[str, Any]) -> None:
+    BACKEND.run(op_name, args)
+
+
+def table() -> list[Any]:
+    """Every case: the smoke subset plainly, the rest marked slow."""
+    return [
+        pytest.param(case, id=str(case), marks=[] if case.smoke else [pytest.mark.slow])
+        for op in OPS
+        for case in cases(op, "full")
+    ]
+
+
+@pytest.mark.parametrize("case", table())
+def test_agrees_with_the_reference(case: Case) -> None:
+    reasons = BACKEND.refuses(case.op, case.args(DEVICE))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    check_case(case, run, DEVICE)
+
+
+def find(op: str, name: str) -> Case:
+    return next(case for case in cases(op, "full") if case.name == name)
+
+
+def outputs(case: Case, **changes: Any) -> dict[str, Any]:
+    args = {**case.args(DEVICE), **changes}
+    run(case.op, args)
+    return args
+
+
+def test_only_cpu_layouts_and_activations_are_refused() -> None:
+    refused = [c for op in OPS for c in cases(op, "full") if BACKEND.refuses(op, c.args(DEVICE))]
+    for case in refused:
+        args = case.args(DEVICE)
+        assert args["layout"] == "rows16" or args.get("activations") == "int8", case
+
+
+def test_a_request_has_the_same_bits_alone_and_in_a_batch() -> None:
+    case = find("paged_decode_attention", "int8")
+    together = outputs(case)
+    for b in range(together["q"].shape[0]):
+        row = {n: together[n][b : b + 1] for n in ("q", "block_table", "seqlens_k")}
+        alone = outputs(case, **row, out=torch.empty_like(together["out"][:1]), lse=None)
+        assert torch.equal(alone["out"][0], together["out"][b])
+
+
+def test_splits_do_not_depend_on_the_width_of_the_block_table() -> None:
+    case = find("paged_decode_attention", "ragged")
+    args = case.args(DEVICE)
+    sinks = torch.linspace(-2, 6, args["q"].shape[1], device=DEVICE)
+    wide = torch.nn.functional.pad(args["block_table"], (0, 40), value=-1)
+    narrow = outputs(case, sinks=sinks)
+    padded = outputs(case, sinks=sinks, block_table=wide)
+    counts = [configs.split_count(t.shape[1] * args["k_cache"].shape[1], 0) for t in (args["block_table"], wide)]
+    assert counts[0] < counts[1]
+    assert torch.equal(narrow["out"], padded["out"])
+    assert torch.equal(narrow["lse"], padded["lse"])
+
+
+@pytest.mark.parametrize("split_size", [1, 7, 16, 33])
+def test_any_split_size_changes_only_rounding(split_size: int) -> None:
+    case = find("paged_decode_attention", "all_masks")
+    whole, split = outputs(case), outputs(case, split_size=split_size)
+    assert torch.allclose(whole["out"], split["out"], atol=2e-6, rtol=0)
+    assert torch.allclose(whole["lse"], split["lse"], atol=2e-6, rtol=1e-6)
+
+
+def test_decode_writes_its_parts_into_the_workspace_or_says_what_it_needs() -> None:
+    case = find("paged_decode_attention", "ragged")
+    args = case.args(DEVICE) | {"split_size": 16}
+    small = args | {"workspace": torch.empty(64, dtype=torch.uint8, device=DEVICE)}
+    (reason,) = BACKEND.refuses(case.op, small)
+    needed = int(next(word for word in reason.split() if word.isdigit()))
+    workspace = torch.zeros(needed, dtype=torch.uint8, device=DEVICE)
+    assert not BACKEND.refuses(case.op, args | {"workspace": workspace})
+    run(case.op, args | {"workspace": workspace})
+    plain = outputs(case, split_size=16)
+    assert torch.equal(args["out"], plain["out"])
+    assert workspace.any()
+
+
+def test_infinite_values_reach_only_the_rows_that_see_them() -> None:
+    case = find("prefill_attention", "ragged")
+    args = case.args(DEVICE)
+    args["v"][7, 0, 3] = math.inf
+    run(case.op, args)
+    length = int(args["cu_seqlens_q"][1])
+    group = args["q"].shape[1] // args["v"].shape[1]
+    assert torch.isfinite(args["out"][:7]).all()
+    assert torch.isinf(args["out"][7:length, :group, 3]).all()
+
+
+def test_small_value_scales_keep_their_precision_in_float16() -> None:
+    """P x scale is kept relative to the largest scale: alone it would fall below float16's smallest number."""
+    case = find("paged_decode_attention", "int8")
+    args = case.args(DEVICE)
+    small = {n: args[n].half() if n in ("q", "out") else args[n] for n in args}
+    small["out"], small["lse"] = torch.empty_like(small["out"]), None
+    big = {**small, "out": torch.empty_like(small["out"])}
+    run(case.op, big)
+    run(case.op, {**small, "v_scale": args["v_scale"] * 2.0**-12})
+    assert torch.allclose(small["out"].float() * 2**12, big["out"].float(), atol=2e-2, rtol=2e-2)
+
+
+def test_sampled_frequencies_follow_the_distribution() -> None:
+    case = find("sample", "plain")
+    vocab, draws = 12, 4000
+    probabilities = torch.softmax(torch.linspace(0, 3, vocab), 0)
+    args = case.args(DEVICE)
+    args |= {n: args[n][:1].expand(draws).contiguous() for n in ("temperature", "top_k", "top_p", "min_p", "seeds")}
+    args |= {"logits": torch.linspace(0, 3, vocab, device=DEVICE).expand(draws, vocab), "logprob": None}
+    args |= {"positions": torch.arange(draws, device=DEVICE), "top_ids": None, "top_logprobs": None}
+    args |= {"ids": torch.empty(draws, dtype=torch.int64, device=DEVICE)}
+    args |= {"valid": torch.empty(draws, dtype=torch.bool, device=DEVICE)}
+    run("sample", args)
+    counts = torch.bincount(args["ids"].cpu(), minlength=vocab).double()
+    chi_square = float(((counts - draws * probabilities) ** 2 / (draws * probabilities)).sum())
+    assert chi_square < 31.3  # the 0.1 % point of chi-square with 11 degrees of freedom
+
+
+@pytest.mark.parametrize("arch", [80, 86, 90, 100])
+@pytest.mark.parametrize("group", [1, 3, 8, 71])
+def test_tiles_hold_whole_groups_and_fit_shared_memory(arch: int, group: int) -> None:
+    target = Target("cuda", arch)
+    for width in (64, 128, 256):
+        shape = configs.AttentionShape(head_dim=width, head_dim_v=width, group=group)
+        for tile in (configs.prefill_tile(target, shape), configs.decode_tile(target, shape)):
+            assert tile.block_m >= group
+            assert tile.num_stages * tile.block_n * width * 2 * 2 <= target.shared_memory
+
+
+def hardware(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script with kernels compiled, not interpreted."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_machine_code_keeps_its_figures() -> None:
+    done = hardware("ci/compile_matrix.py", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_thousand_steps_of_growing_length_compile_once() -> None:
+    done = hardware("ci/recompiles.py", "1000")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_importing_the_backend_does_not_import_triton() -> None:
+    code = "import sys, pykernels.triton as t; t.BACKEND.unavailable(); sys.exit('triton' in sys.modules)"
+    assert hardware("-c", code).returncode == 0
