@@ -45,7 +45,8 @@ def test_files_and_functions_keep_their_size() -> None:
         if path.suffix == ".py":
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef):
-                    assert (node.end_lineno or 0) - node.lineno <= 100, f"{path}:{node.lineno}"
+                    limit = 150 if "triton" in path.parts else 100  # a kernel's arguments fill a screen
+                    assert (node.end_lineno or 0) - node.lineno <= limit, f"{path}:{node.lineno}"
 
 
 def test_public_functions_have_docstrings_with_shapes_and_errors() -> None:
