@@ -4,6 +4,8 @@
 
 namespace emu {
 
+void memory_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
 static bool check(void* p, size_t n, Site where) {
   Block& b = *block();
   const auto* c = static_cast<const unsigned char*>(p);

@@ -41,8 +41,8 @@ inline int __syncthreads_count(int p, EMU_HERE) { return emu::sync_threads_reduc
 inline int __syncthreads_and(int p, EMU_HERE) { return emu::sync_threads_reduce(p, 1, EMU_SITE); }
 inline int __syncthreads_or(int p, EMU_HERE) { return emu::sync_threads_reduce(p, 2, EMU_SITE); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMU_HERE) { emu::sync_warp(mask, EMU_SITE); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() { emu::memory_fence(); }
+inline void __threadfence_block() { emu::memory_fence(); }
 inline void __nanosleep(unsigned, EMU_HERE) { emu::yield(EMU_SITE); }
 
 // -- warp collectives ----------------------------------------------------------------------------------------------

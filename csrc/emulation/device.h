@@ -94,6 +94,8 @@ void wgmma_fence(Site where);
 void wgmma_commit(Site where);
 void wgmma_wait(int groups_left, Site where);
 
+void memory_fence();
+
 // Atomics: one read-modify-write on shared or global memory.
 uint32_t atomic_u32(void* p, uint32_t (*update)(uint32_t old, const void* operand), const void* operand, Site where);
 uint64_t atomic_u64(void* p, uint64_t (*update)(uint64_t old, const void* operand), const void* operand, Site where);

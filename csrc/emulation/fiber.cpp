@@ -6,6 +6,13 @@
 #include <cstdio>
 #include <cstdlib>
 
+#if !defined(__x86_64__) && !defined(EMU_PORTABLE_FIBERS)
+#define EMU_PORTABLE_FIBERS
+#endif
+#ifdef EMU_PORTABLE_FIBERS
+#include <ucontext.h>
+#endif
+
 namespace emu {
 
 Stack::Stack(size_t bytes) : bytes_(bytes) {
@@ -26,15 +33,23 @@ Stack::~Stack() {
 #ifdef EMU_PORTABLE_FIBERS
 
 // swapcontext saves the signal mask by a system call on every switch: right everywhere, several times slower.
-void prepare(Context& context, const Stack& stack, void (*entry)()) {
-  getcontext(&context.state);
-  context.state.uc_stack.ss_sp = stack.low();
-  context.state.uc_stack.ss_size = static_cast<size_t>(stack.high() - stack.low());
-  context.state.uc_link = nullptr;
-  makecontext(&context.state, entry, 0);
+static ucontext_t& state(void*& p) {
+  if (!p) p = new ucontext_t;
+  return *static_cast<ucontext_t*>(p);
 }
 
-void switch_context(Context& from, Context& to) { swapcontext(&from.state, &to.state); }
+Context::~Context() { delete static_cast<ucontext_t*>(state_); }
+
+void prepare(Context& context, const Stack& stack, void (*entry)()) {
+  ucontext_t& u = state(context.state_);
+  getcontext(&u);
+  u.uc_stack.ss_sp = stack.low();
+  u.uc_stack.ss_size = static_cast<size_t>(stack.high() - stack.low());
+  u.uc_link = nullptr;
+  makecontext(&u, entry, 0);
+}
+
+void switch_context(Context& from, Context& to) { swapcontext(&state(from.state_), &state(to.state_)); }
 
 #else
 
@@ -64,15 +79,17 @@ emu_switch_stack:
 .size emu_switch_stack, .-emu_switch_stack
 )");
 
+Context::~Context() = default;
+
 void prepare(Context& context, const Stack& stack, void (*entry)()) {
   void** top = reinterpret_cast<void**>(stack.high());
   *--top = nullptr;  // entry's return address: keeps the ABI's stack alignment
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < 6; i++) *--top = nullptr;  // rbp, rbx, r12-r15
-  context.stack_pointer = top;
+  context.state_ = top;
 }
 
-void switch_context(Context& from, Context& to) { emu_switch_stack(&from.stack_pointer, to.stack_pointer); }
+void switch_context(Context& from, Context& to) { emu_switch_stack(&from.state_, to.state_); }
 
 #endif
 

@@ -2,22 +2,20 @@
 #pragma once
 #include <cstddef>
 
-#if !defined(__x86_64__) && !defined(EMU_PORTABLE_FIBERS)
-#define EMU_PORTABLE_FIBERS
-#endif
-#ifdef EMU_PORTABLE_FIBERS
-#include <ucontext.h>
-#endif
-
 namespace emu {
 
-// Where a suspended fiber (or the scheduler) continues.
-struct Context {
-#ifdef EMU_PORTABLE_FIBERS
-  ucontext_t state;
-#else
-  void* stack_pointer = nullptr;
-#endif
+// Where a suspended fiber (or the scheduler) continues: its stack pointer, or on the portable path a ucontext.
+class Context {
+ public:
+  Context() = default;
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+ private:
+  friend void prepare(Context&, const class Stack&, void (*)());
+  friend void switch_context(Context&, Context&);
+  void* state_ = nullptr;
 };
 
 class Stack {

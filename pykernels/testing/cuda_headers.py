@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-NEEDED = ("cuda_runtime_api.h", "cuda_fp8.h", "crt/host_defines.h")
+NEEDED = ("cuda_runtime_api.h", "cuda_fp8.h", "crt/host_defines.h", "nv/target")
 
 
 def _candidates() -> list[Path]:

@@ -46,8 +46,9 @@ class Library:
     flags: str = ""
     module: bool = False  # a Python extension, whose host sources include pybind11
 
-    def path(self, build: str) -> Path:
-        return BUILD / build / (f"{self.name}.so" if self.module else f"lib{self.name}.so")
+    def path(self, build: str, portable: bool = False) -> Path:
+        folder = BUILD / "portable" if portable else BUILD
+        return folder / build / (f"{self.name}.so" if self.module else f"lib{self.name}.so")
 
 
 def available() -> str | None:
@@ -61,55 +62,64 @@ def available() -> str | None:
     return None
 
 
-def _write(libraries: list[Library], portable: bool) -> Path:
+def _write(libraries: list[Library]) -> Path:
     from ninja import ninja_syntax
 
     includes = "-Icsrc " + " ".join(f"-isystem {shlex.quote(str(p))}" for p in cuda_headers.include_dirs())
-    base = BUILD / "portable" if portable else BUILD
-    (ROOT / base).mkdir(parents=True, exist_ok=True)
-    path = ROOT / base / ("-".join(library.name for library in libraries) + ".ninja")
+    (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
+    path = ROOT / BUILD / ("-".join(library.name for library in libraries) + ".ninja")
     text = io.StringIO()
     writer: Any = ninja_syntax.Writer  # its stub takes a str
     n = writer(text)
-    n.variable("builddir", str(base))
+    n.variable("builddir", str(BUILD))
     n.variable("cxx", os.environ.get("CXX", "g++"))
     compile_one = "$cxx -MMD -MF $out.d -x c++ $flags -c $in -o $out"
     n.rule("compile", compile_one, depfile="$out.d", deps="gcc", description="CXX $out")
     n.rule("link", "$cxx -shared -pthread $in -o $out $flags", description="LINK $out")
-    _write_runtime(n, base, includes, portable)
+    _write_runtime(n, includes)
+    written: set[str] = set()
     for library in libraries:
-        _write_library(n, library, base, includes)
+        _write_library(n, library, includes, written)
     if not path.exists() or path.read_text() != text.getvalue():
         path.write_text(text.getvalue())
     return path
 
 
-def _write_runtime(n: Any, base: Path, includes: str, portable: bool) -> None:
-    flags = f"{COMMON} -fvisibility=hidden {includes}" + (" -DEMU_PORTABLE_FIBERS" if portable else "")
+def _write_runtime(n: Any, includes: str) -> None:
+    flags = f"{COMMON} -fvisibility=hidden {includes}"
     if os.uname().machine == "x86_64":
         flags += " -mtls-dialect=gnu2"  # thread-local variables without a call
     objects = []
     for source in sorted(p.relative_to(ROOT) for p in (ROOT / "csrc/emulation").glob("*.cpp")):
-        objects.append(str(base / "runtime" / f"{source.stem}.o"))
+        objects.append(str(BUILD / "runtime" / f"{source.stem}.o"))
         own = f"{flags} -O3" if source.stem in HOT else flags
         n.build(objects[-1], "compile", str(source), variables={"flags": own})
+    portable = str(BUILD / "runtime/fiber_portable.o")
+    n.build(portable, "compile", "csrc/emulation/fiber.cpp", variables={"flags": f"{flags} -DEMU_PORTABLE_FIBERS"})
     # Kernels and runtime may instantiate the same templates: -Bsymbolic keeps the runtime on its uninstrumented ones.
-    n.build(str(base / RUNTIME), "link", objects, variables={"flags": "-Wl,-Bsymbolic -ldl"})
+    link = {"flags": "-Wl,-Bsymbolic -ldl"}
+    n.build(str(BUILD / RUNTIME), "link", objects, variables=link)
+    others = [o for o in objects if not o.endswith("/fiber.o")]
+    n.build(str(BUILD / "portable" / RUNTIME), "link", [*others, portable], variables=link)
 
 
-def _write_library(n: Any, library: Library, base: Path, includes: str) -> None:
+def _write_library(n: Any, library: Library, includes: str, written: set[str]) -> None:
     for build, hooks in (("plain", ""), ("race", HOOKS)):
-        folder = base / build
         objects = []
         for source in (*library.kernels, *library.host):
             flags = f"{COMMON} {includes} {library.flags} {hooks if source in library.kernels else ''}".rstrip()
             if library.module and source in library.host:
                 flags += f" {_python_includes()} -fvisibility=hidden"
-            objects.append(str(folder / library.name / (source.replace("/", "_") + ".o")))
-            n.build(objects[-1], "compile", source, variables={"flags": flags})
-        link = f"-L{base} -lpykernels_emulation -Wl,-rpath,'$$ORIGIN/..'"
-        out = base / library.path(build).relative_to(BUILD)
-        n.build(str(out), "link", objects, implicit=str(base / RUNTIME), variables={"flags": link})
+            own = f"{library.name}/" if library.flags else ""  # libraries with the same flags share objects
+            objects.append(str(BUILD / build / f"{own}{source}.o"))
+            if objects[-1] not in written:
+                n.build(objects[-1], "compile", source, variables={"flags": flags})
+                written.add(objects[-1])
+        for portable in (False, True):
+            out = library.path(build, portable)
+            runtime = out.parents[1] / RUNTIME
+            link = f"-L{runtime.parent} -lpykernels_emulation -Wl,-rpath,'$$ORIGIN/..'"
+            n.build(str(out), "link", objects, implicit=str(runtime), variables={"flags": link})
 
 
 def _python_includes() -> str:
@@ -125,13 +135,12 @@ def build(
 ) -> dict[tuple[str, str], Path]:
     """Compiles what changed. Returns the absolute path of each (library name, build).
 
-    `portable` builds a second runtime whose fibers use ucontext instead of assembly.
+    `portable` links with a runtime whose fibers use ucontext instead of assembly.
     """
     from ninja import BIN_DIR
 
-    script = _write(list(libraries), portable)
-    base = BUILD / "portable" if portable else BUILD
-    out = {(lib.name, b): ROOT / base / lib.path(b).relative_to(BUILD) for lib in libraries for b in builds}
+    script = _write(list(libraries))
+    out = {(library.name, b): ROOT / library.path(b, portable) for library in libraries for b in builds}
     targets = [str(path.relative_to(ROOT)) for path in out.values()]
     jobs = os.environ.get("PYKERNELS_JOBS") or str(len(os.sched_getaffinity(0)))
     command = [str(Path(BIN_DIR) / "ninja"), "-f", str(script.relative_to(ROOT)), "-j", jobs, *targets]
