@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 extras=$1
 python=.venv/bin/python
+export PYKERNELS_CUDA=${PYKERNELS_CUDA-$([ -e /dev/nvidiactl ] && echo auto || echo 0)}  # ci/build_cuda.sh compiles it without a GPU
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 
 command -v "${CXX:-g++}" >/dev/null || { say "a C++ compiler is needed (g++ 11 or newer, or set CXX)"; exit 1; }

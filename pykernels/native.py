@@ -19,19 +19,7 @@ from typing import Any
 
 import torch
 
-from .contract import OPS, Scalar, packed_bytes
-
-DTYPE_CODES = {
-    torch.float32: 0,
-    torch.float16: 1,
-    torch.bfloat16: 2,
-    torch.int8: 3,
-    torch.float8_e4m3fn: 4,
-    torch.int32: 5,
-    torch.int64: 6,
-    torch.uint8: 7,
-    torch.bool: 8,
-}
+from .contract import OPS, native_arguments, packed_bytes
 
 # Best first. The CPU flags that a level's code may use, as Linux names them.
 LEVELS = ("avx512", "avx2", "scalar")
@@ -127,13 +115,6 @@ def module() -> ModuleType:
     return _load_chosen(chosen_level())
 
 
-def view(t: torch.Tensor | None) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
-    """What the native side sees of a tensor: pointer, dtype code, shape, strides in elements."""
-    if t is None:
-        return None
-    return (t.data_ptr(), DTYPE_CODES[t.dtype], tuple(t.shape), t.stride())
-
-
 def _linear_refusals(args: Mapping[str, Any]) -> list[str]:
     weight_format = args["weight_format"]
     if weight_format == "dense":
@@ -168,8 +149,7 @@ class CpuBackend:
         return _linear_refusals(args) if op_name == "linear" else []
 
     def run(self, op_name: str, args: Mapping[str, Any]) -> None:
-        flat = [args[a.name] if isinstance(a, Scalar) else view(args[a.name]) for a in OPS[op_name].args]
-        getattr(module(), op_name)(*flat)
+        getattr(module(), op_name)(*native_arguments(OPS[op_name], args))
 
     def repack_rows16(self, plain: torch.Tensor, weight_format: str, rows: int, columns: int) -> torch.Tensor:
         """The bytes of a plain packed weight in the rows16 layout, rows padded with zeros to a multiple of 16."""

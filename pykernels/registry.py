@@ -46,11 +46,12 @@ class Unavailable:
 # Imported on first use, so that `import pykernels` needs neither triton nor a GPU library.
 _MODULES = {
     "cpu": "pykernels.native",
+    "cuda": "pykernels.cuda",
     "triton": "pykernels.triton",
     "reference": "pykernels.reference_backend",
 }
 # Device first: which backends `backend="auto"` tries, fastest first. Never the reference.
-_AUTO = {"cpu": ("cpu",), "cuda": ("triton",)}
+_AUTO = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 # Families that a backend leaves out, with the reason.
 ABSENT: dict[tuple[str, str], str] = {}

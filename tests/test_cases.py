@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pykernels import native
-from pykernels.contract import OPS, Scalar
+from pykernels.contract import OPS, native_arguments
 from pykernels.library import call
 from pykernels.ops.packed_weight import PackedWeight, pack_weight
 from pykernels.testing.compare import check_case, same_bits
@@ -38,8 +38,7 @@ def test_the_cpu_backend_agrees_with_the_reference(case: Case) -> None:
 
 def run_at(level: str, op_name: str, args: dict[str, Any]) -> None:
     """The op of one level's module, whatever level the backend uses."""
-    flat = [args[a.name] if isinstance(a, Scalar) else native.view(args[a.name]) for a in OPS[op_name].args]
-    getattr(native.load(level), op_name)(*flat)
+    getattr(native.load(level), op_name)(*native_arguments(OPS[op_name], args))
 
 
 @pytest.mark.parametrize("level", OTHER_LEVELS)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = ["contract", "registry", "library", "ops"]  # each may import those before it
 UPPER = ["kv_cache", "models", "generator", "roofline", "compat", "testing", "cli"]
-BACKENDS = ["native", "triton", "reference_backend"]
+BACKENDS = ["native", "cuda", "triton", "reference_backend"]
 
 
 def imports_of(path: Path) -> set[str]:

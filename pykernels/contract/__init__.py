@@ -5,6 +5,7 @@ from __future__ import annotations
 from .activation import GATED_ACTIVATION
 from .check import allocate, bind_dims, check, check_types, dtype_name
 from .decode import MERGE_ATTENTION_STATES, PAGED_DECODE_ATTENTION
+from .handover import native_arguments, view
 from .kv_cache import APPEND_KV, COPY_PAGES, GATHER_KV, ROPE_APPEND_KV
 from .linear import BLOCK, EMBEDDING, FORMATS, LAYOUTS, LINEAR, packed_bytes
 from .norm import RMS_NORM
@@ -54,5 +55,7 @@ __all__ = [
     "check",
     "check_types",
     "dtype_name",
+    "native_arguments",
     "packed_bytes",
+    "view",
 ]

@@ -45,6 +45,7 @@ class Library:
     host: tuple[str, ...] = ()
     flags: str = ""
     module: bool = False  # a Python extension, whose host sources include pybind11
+    host_flags: str = ""
 
     def path(self, build: str, portable: bool = False) -> Path:
         folder = BUILD / "portable" if portable else BUILD
@@ -109,7 +110,7 @@ def _write_library(n: Any, library: Library, includes: str, written: set[str]) -
         for source in (*library.kernels, *library.host):
             flags = f"{COMMON} {includes} {library.flags} {hooks if source in library.kernels else ''}".rstrip()
             if library.module and source in library.host:
-                flags += f" {_python_includes()} -fvisibility=hidden"
+                flags += f" {_python_includes()} -fvisibility=hidden {library.host_flags}"
             own = f"{library.name}/" if library.flags else ""  # libraries with the same flags share objects
             objects.append(str(BUILD / build / f"{own}{source}.o"))
             if objects[-1] not in written:

@@ -1,0 +1,74 @@
+// The CUDA module: a table of contents. Arguments follow pykernels/contract in order, then device, stream and scratch memory.
+// Compiled for the GPU, and against csrc/emulation for the tests.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "../cuda/kernels.h"
+#include "caster.h"
+#include "words.h"
+
+namespace py = pybind11;
+
+namespace pk::cuda {
+namespace {
+
+void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status));
+}
+
+// Makes `device` current and puts the caller's device back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&before_));
+    if (device != before_) check(cudaSetDevice(device));
+    moved_ = device != before_;
+  }
+  ~DeviceGuard() {
+    if (moved_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool moved_ = false;
+};
+
+// Binds an op whose parameter block is built from the contract's arguments by `make`.
+template <class P, class... Args>
+void bind(py::module_& m, const char* name, cudaError_t (*launcher)(const P&, const Launch&), P (*make)(Args...)) {
+  m.def(name, [launcher, make](Args... args, int device, uintptr_t stream, uintptr_t scratch) {
+    const P params = make(args...);
+    py::gil_scoped_release release;
+    const DeviceGuard guard(device);
+    check(launcher(params, {reinterpret_cast<cudaStream_t>(stream), reinterpret_cast<void*>(scratch)}));
+  });
+}
+
+// The op's `<name>_scratch_bytes`, from the same arguments.
+template <class P, class... Args>
+void bind_scratch(py::module_& m, const std::string& name, int64_t (*bytes)(const P&), P (*make)(Args...)) {
+  m.def((name + "_scratch_bytes").c_str(), [bytes, make](Args... args) { return bytes(make(args...)); });
+}
+
+void register_norm(py::module_& m) { bind(m, "rms_norm", rms_norm, make_rms_norm); }
+
+// Null, or why no kernel can run.
+const char* driver_error() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) return cudaGetErrorString(status);
+  return count ? nullptr : "there is no CUDA device";
+}
+
+}  // namespace
+}  // namespace pk::cuda
+
+PYBIND11_MODULE(PK_MODULE, m) {
+  m.def("driver_error", pk::cuda::driver_error);
+  pk::cuda::register_norm(m);
+}
