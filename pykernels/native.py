@@ -32,7 +32,7 @@ LEVEL_FLAGS: dict[str, frozenset[str]] = {
     "emulated512": _AVX2_FLAGS,
 }
 
-# Weight formats whose codes are multiplied with 8-bit activations in integers.
+# Weight formats whose codes are multiplied with quantised activations in integers.
 INT8_DOT_FORMATS = ("int8", "q4_0", "q4_1", "q8_0")
 
 
@@ -121,8 +121,8 @@ def _linear_refusals(args: Mapping[str, Any]) -> list[str]:
         return []
     if args["layout"] != "rows16":
         return [f"a {args['layout']} packed weight is not multiplied directly: pack it with .to_layout('rows16')"]
-    if args["activations"] == "int8" and weight_format not in INT8_DOT_FORMATS:
-        return [f"int8 activations need a weight of format {', '.join(INT8_DOT_FORMATS)}, got {weight_format}"]
+    if args["activations"] != "float" and weight_format not in INT8_DOT_FORMATS:
+        return [f"{args['activations']} activations need a weight of format {', '.join(INT8_DOT_FORMATS)}, got {weight_format}"]
     return []
 
 

@@ -9,6 +9,7 @@ from .attention import einsum, wide_dtype
 FLOAT_FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CODE_FORMATS = {"int8": (torch.int8, 127.0), "fp8_e4m3": (torch.float8_e4m3fn, 448.0)}
 BLOCK = 32
+LIMITS = {"int8": 127.0, "int16": 127.0 * 254.0}  # 16-bit codes are two of 8 bits: high x 254 + low
 
 
 def linear(
@@ -25,13 +26,13 @@ def linear(
 ) -> tuple[torch.Tensor]:
     """x weight^T + bias + residual -> out [tokens, out_features].
 
-    With activations "int8" x is first quantised in groups of 32 columns; codes are exact, so no operand is rounded
+    With activations "int8" or "int16" x is first quantised in groups of 32 columns; codes are exact, so no operand is rounded
     again.
     """
     wide = wide_dtype(compute_dtype)
     w = unpack(weight, weight_format, layout, out_features, x.shape[1], wide)
-    if activations == "int8":
-        x = quantise_activations(x).to(wide)
+    if activations != "float":
+        x = quantise_activations(x, LIMITS[activations]).to(wide)
     else:
         x, w = x.to(compute_dtype).to(wide), w.to(compute_dtype).to(wide)
     out = einsum("tk,nk->tn", x, w)
@@ -59,15 +60,15 @@ def embedding(
     return (rows[ids.long()].to(compute_dtype),)
 
 
-def quantise_activations(x: torch.Tensor) -> torch.Tensor:
-    """x with every group of 32 columns rounded to 8 bits: code x scale, exact in float64 [tokens, in_features].
+def quantise_activations(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """x with every group of 32 columns rounded to codes up to `limit`: code x scale, exact in float64, as x.
 
-    scale = amax / 127, code = rint(x * (127 / amax)), in float32; a group of zeros has scale 0.
+    scale = amax / limit, code = rint(x * (limit / amax)), in float32; a group of zeros has scale 0.
     """
     groups = x.to(torch.float32).unflatten(-1, (-1, BLOCK))
     peak = groups.abs().amax(dim=-1, keepdim=True)
-    inverse = torch.where(peak == 0, 0.0, 127.0 / peak)
-    return (torch.round(groups * inverse).to(torch.float64) * (peak / 127.0).to(torch.float64)).flatten(-2)
+    inverse = torch.where(peak == 0, 0.0, limit / peak)
+    return (torch.round(groups * inverse).to(torch.float64) * (peak / limit).to(torch.float64)).flatten(-2)
 
 
 def unpack(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pykernels.contract import packed_bytes
-from pykernels.reference.linear import embedding, linear, pack_plain, quantise_activations, unpack
+from pykernels.reference.linear import LIMITS, embedding, linear, pack_plain, quantise_activations, unpack
 from pykernels.testing.build import Maker
 from pykernels.testing.packing import Codes, pack, random_codes
 
@@ -78,7 +78,7 @@ def test_int8_and_fp8_are_quantised_per_row() -> None:
 
 
 def scale_of(w: torch.Tensor) -> np.ndarray:
-    return np.abs(w.numpy()).max(1, keepdims=True) / np.float32(127)
+    return np.abs(w.numpy()).max(1, keepdims=True) / np.float32(limit)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -154,9 +154,10 @@ def test_half_types_round_operands_and_the_result_once() -> None:
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
-def test_activations_are_quantised_in_groups_of_32_with_one_multiplication() -> None:
+@pytest.mark.parametrize("limit", [127, 32258])
+def test_activations_are_quantised_in_groups_of_32_with_one_multiplication(limit: int) -> None:
     x = weights(6, 96, seed=4)
-    got = quantise_activations(x)
+    got = quantise_activations(x, limit)
     own = x.numpy()
     for t in range(6):
         for g in range(3):
@@ -165,24 +166,27 @@ def test_activations_are_quantised_in_groups_of_32_with_one_multiplication() -> 
             if peak == 0:
                 assert (got[t, 32 * g : 32 * g + 32] == 0).all()
                 continue
-            codes = np.rint(group * (np.float32(127) / peak))
+            codes = np.rint(group * (np.float32(limit) / peak))
             assert codes.dtype == np.float32
-            assert np.abs(codes).max() == 127
+            assert np.abs(codes).max() == limit
             np.testing.assert_array_equal(
-                got[t, 32 * g : 32 * g + 32].numpy(), codes * np.float64(peak / np.float32(127))
+                got[t, 32 * g : 32 * g + 32].numpy(), codes * np.float64(peak / np.float32(limit))
             )
 
 
 @pytest.mark.parametrize("weight_format", [f for f in FORMATS if f not in ("float32", "bfloat16", "float16")])
-def test_int8_activations_sum_integer_products_exactly(weight_format: str) -> None:
+@pytest.mark.parametrize(("activations", "rtol"), [("int8", 1e-6), ("int16", 1e-9)])
+def test_quantised_activations_sum_integer_products_exactly(
+    weight_format: str, activations: str, rtol: float
+) -> None:
     codes = random_codes(Maker(1, "cpu"), weight_format, 6, 64)
     x = weights(4, 64, seed=2)
     for layout in ("plain", "rows16"):
         data = pack(codes, weight_format, layout)
-        out = dense(x, data, weight_format=weight_format, layout=layout, activations="int8", out_features=6)
-        expected = quantise_activations(x) @ by_definition(codes, weight_format).T
+        out = dense(x, data, weight_format=weight_format, layout=layout, activations=activations, out_features=6)
+        expected = quantise_activations(x, LIMITS[activations]) @ by_definition(codes, weight_format).T
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-        assert not torch.allclose(out, x.double() @ by_definition(codes, weight_format).T, rtol=1e-6)
+        assert not torch.allclose(out, x.double() @ by_definition(codes, weight_format).T, rtol=rtol)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

@@ -31,7 +31,7 @@ inline WeightLayout weight_layout(const std::string& s) {
   return pick<WeightLayout>(s, {{"plain", WeightLayout::plain}, {"rows16", WeightLayout::rows16}});
 }
 inline Activations activations_of(const std::string& s) {
-  return pick<Activations>(s, {{"float", Activations::as_float}, {"int8", Activations::as_int8}});
+  return pick<Activations>(s, {{"float", Activations::as_float}, {"int8", Activations::as_int8}, {"int16", Activations::as_int16}});
 }
 
 // Blocks that hold nothing but N tensors: a function of N tensors.

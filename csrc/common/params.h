@@ -24,7 +24,7 @@ struct Tensor {
 
 enum class WeightFormat : int32_t { dense, float32, bfloat16, float16, int8, fp8_e4m3, q4_0, q4_1, q8_0 };
 enum class WeightLayout : int32_t { plain, rows16 };
-enum class Activations : int32_t { as_float, as_int8 };
+enum class Activations : int32_t { as_float, as_int8, as_int16 };
 enum class Gate : int32_t { silu, gelu_tanh };
 enum class LogprobsMode : int32_t { raw, processed };
 

@@ -35,14 +35,16 @@ struct Method {
   int width;            // tokens per tile at most
   int64_t token_bytes;  // of one token in a prepared tile
   const TileKernels* kernels;
+  int columns = 1;  // of a prepared tile that a token takes: two when its codes have 16 bits
 };
 
 Method choose(const LinearParams& p) {
   const int64_t k = p.x.size[1];
-  if (p.activations == Activations::as_int8) {
+  if (p.activations != Activations::as_float) {
     const TileKernels* dots = dot_kernels(p.format);
-    if (!dots) fail("linear: int8 activations need a weight of format int8, q4_0, q4_1 or q8_0");
-    return {Prepare::codes, kDotWidth, k / kGroup * kGroupBytes, dots};
+    if (!dots) fail("linear: quantised activations need a weight of format int8, q4_0, q4_1 or q8_0");
+    const int columns = p.activations == Activations::as_int16 ? 2 : 1;
+    return {Prepare::codes, kDotWidth / columns, columns * (k / kGroup * kGroupBytes), dots, columns};
   }
   if (p.format == WeightFormat::bfloat16 && p.x.dtype == DType::bf16 && pair_kernels())
     return {Prepare::pairs, kFloatWidth, round_up(k, 2) * 2, pair_kernels()};
@@ -79,20 +81,30 @@ void prepare_pairs(const Tensor& x, int64_t token, int width, uint8_t* tile) {
   }
 }
 
+// One group as column t of `width` in its part of a tile.
+void put_group(const QuantisedGroup& q, WeightFormat format, int width, int t, uint8_t* to) {
+  for (int j = 0; j < kGroup / 4; ++j) store_bits(to + 4 * (j * width + t), q.quads[j]);
+  store_bits(to + 32 * width + 4 * t, q.scale);
+  if (format == WeightFormat::q4_1)
+    store_bits(to + 36 * width + 4 * t, q.scale * float(q.sum));
+  else
+    store_bits(to + 36 * width + 4 * t, -weight_offset(format) * q.sum);
+}
+
 template <class T>
-void prepare_codes(const Tensor& x, WeightFormat format, int64_t token, int width, uint8_t* tile) {
-  const int offset = weight_offset(format);
+void prepare_codes(const Tensor& x, WeightFormat format, int64_t token, int width, int columns, uint8_t* tile) {
+  const int whole = width * columns;
   for (int t = 0; t < width; ++t) {
     const T* row = x.as<T>() + (token + t) * x.stride[0];
     for (int64_t g = 0; g < x.size[1] / kGroup; ++g) {
-      const QuantisedGroup q = quantise_group(row + g * kGroup);
-      uint8_t* to = tile + g * kGroupBytes * width;
-      for (int j = 0; j < kGroup / 4; ++j) store_bits(to + 4 * (j * width + t), q.quads[j]);
-      store_bits(to + 32 * width + 4 * t, q.scale);
-      if (format == WeightFormat::q4_1)
-        store_bits(to + 36 * width + 4 * t, q.scale * float(q.sum));
-      else
-        store_bits(to + 36 * width + 4 * t, -offset * q.sum);
+      uint8_t* to = tile + g * kGroupBytes * whole;
+      if (columns == 1) {
+        put_group(quantise_group(row + g * kGroup), format, whole, t, to);
+        continue;
+      }
+      const SplitGroup q = quantise_group_16(row + g * kGroup);
+      put_group(q.high, format, whole, 2 * t, to);
+      put_group(q.low, format, whole, 2 * t + 1, to);
     }
   }
 }
@@ -103,13 +115,22 @@ void prepare(const LinearParams& p, const Method& m, const Tiles& tiles, int64_t
       uint8_t* tile = prepared + tiles.start(i) * m.token_bytes;
       const int64_t token = tiles.first + tiles.start(i);
       if (m.prepare == Prepare::codes)
-        prepare_codes<T>(p.x, p.format, token, tiles.width(i), tile);
+        prepare_codes<T>(p.x, p.format, token, tiles.width(i), m.columns, tile);
       else if (m.prepare == Prepare::pairs)
         prepare_pairs(p.x, token, tiles.width(i), tile);
       else
         prepare_floats<T>(p.x, token, tiles.width(i), tile);
     }
   });
+}
+
+// out[t] = out[2 t] + out[2 t + 1]: the two halves of 16-bit codes.
+void add_pairs(float* out, int width) {
+  for (int t = 0; t < width; ++t)
+    for (int i = 0; i < kBlockRows; i += kLanes) {
+      const float* pair = out + 2 * t * kBlockRows + i;
+      store(out + t * kBlockRows + i, load(pair) + load(pair + kBlockRows));
+    }
 }
 
 // ---- row blocks x tiles ----------------------------------------------------------------------------------------
@@ -120,7 +141,8 @@ void multiply(const LinearParams& p, const Method& m, const Tiles& tiles, int64_
   for (int64_t b = begin; b < end; ++b)
     for (int64_t i = 0; i < tiles.tiles; ++i) {
       const int width = tiles.width(i);
-      (*m.kernels)[width - 1](p.weight.as<uint8_t>() + b * block_bytes, k, prepared + tiles.start(i) * m.token_bytes, out);
+      (*m.kernels)[width * m.columns - 1](p.weight.as<uint8_t>() + b * block_bytes, k, prepared + tiles.start(i) * m.token_bytes, out);
+      if (m.columns == 2) add_pairs(out, width);
       epilogue.write(out, tiles.first + tiles.start(i), width, b * kBlockRows);
     }
 }

@@ -1,4 +1,5 @@
-// Activations to 8 bits: groups of 32 columns, scale = amax / 127, code = rint(x * (127 / amax)), float32 throughout.
+// Activations to codes: groups of 32 columns, scale = amax / limit, code = rint(x * (limit / amax)), float32 throughout; limit is
+// 127 for 8 bits and 127 x 254 for 16, where a code is then split into two of 8 bits, high x 254 + low.
 #pragma once
 #include "simd.h"
 #include "weight_layout.h"
@@ -35,9 +36,16 @@ inline void pack_codes(const vi (&v)[kGroup / kLanes], uint32_t* quads) {
 #endif
 }
 
+// Codes of one group and their scale, before they are packed.
+struct GroupCodes {
+  static constexpr int N = kGroup / kLanes;
+  vi code[N];
+  float scale;
+};
+
 template <class T>
-inline QuantisedGroup quantise_group(const T* x) {
-  constexpr int N = kGroup / kLanes;
+inline GroupCodes group_codes(const T* x, float limit) {
+  constexpr int N = GroupCodes::N;
   vf v[N];
   vi peak = vi{};  // magnitudes compare like integers, and infinities and NaN are above all numbers
   for (int i = 0; i < N; ++i) {
@@ -47,17 +55,43 @@ inline QuantisedGroup quantise_group(const T* x) {
   }
   const float amax = bits_to_float(uint32_t(reduce_max(peak)));
   const bool finite = amax < kInf;  // else the scale is NaN, so that every output of this token shows it
-  const float inverse = finite && amax > 0.f ? 127.f / amax : 0.f;
+  const float inverse = finite && amax > 0.f ? limit / amax : 0.f;
+  GroupCodes out;
+  out.scale = finite ? amax / limit : kNan;
+  for (int i = 0; i < N; ++i) out.code[i] = round_to_int(finite ? v[i] * set1(inverse) : set1(0.f));
+  return out;
+}
+
+inline QuantisedGroup pack_group(const vi (&code)[GroupCodes::N], float scale) {
   QuantisedGroup out;
-  out.scale = finite ? amax / 127.f : kNan;
-  vi code[N], sum = vi{};
-  for (int i = 0; i < N; ++i) {
-    code[i] = round_to_int(finite ? v[i] * set1(inverse) : set1(0.f));
-    sum += code[i];
-  }
+  vi sum = vi{};
+  for (const vi& c : code) sum += c;
   pack_codes(code, out.quads);
+  out.scale = scale;
   out.sum = reduce_add(sum);
   return out;
+}
+
+template <class T>
+inline QuantisedGroup quantise_group(const T* x) {
+  const GroupCodes g = group_codes(x, 127.f);
+  return pack_group(g.code, g.scale);
+}
+
+// Sixteen bits: two groups whose products are added.
+struct SplitGroup {
+  QuantisedGroup high, low;
+};
+template <class T>
+inline SplitGroup quantise_group_16(const T* x) {
+  constexpr int kSplit = 254;
+  const GroupCodes g = group_codes(x, 127.f * kSplit);
+  vi high[GroupCodes::N], low[GroupCodes::N];
+  for (int i = 0; i < GroupCodes::N; ++i) {
+    high[i] = round_to_int(to_float(g.code[i]) * set1(1.f / kSplit));
+    low[i] = g.code[i] - high[i] * kSplit;
+  }
+  return {pack_group(high, g.scale * kSplit), pack_group(low, g.scale)};
 }
 
 }  // namespace pk

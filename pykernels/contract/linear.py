@@ -22,6 +22,8 @@ q8_0               plain   GGUF: float16 d, 32 int8; real = d q
 
 With `activations="int8"` each group of 32 columns of x is quantised first: scale = amax / 127, code = rint(x * (127 /
 amax)), float32 throughout, all-zero groups have scale 0; products of codes are summed in integers, groups in float32.
+"int16" is the same with 127 x 254 in the place of 127, so that a code is two of 8 bits, high x 254 + low: twice the
+integer products, for inputs whose error reaches attention scores or logits directly.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ LINEAR = Op(
         Tensor("weight", "out_features in_features | packed_bytes", FLOATS + U8),
         Scalar("weight_format", str, choices=FORMATS),
         Scalar("layout", str, choices=LAYOUTS),
-        Scalar("activations", str, choices=("float", "int8")),
+        Scalar("activations", str, choices=("float", "int8", "int16")),
         Tensor("bias", "out_features", FLOATS, optional=True),
         Tensor("residual", "tokens out_features", FLOATS, optional=True),
         Tensor("out", "tokens out_features", FLOATS, role="out", out_dtype="x"),
@@ -105,7 +107,7 @@ LINEAR = Op(
             lambda d, a: (
                 a["activations"] == "float" or (a["weight_format"] != "dense" and d["in_features"] % BLOCK == 0)
             ),
-            "int8 activations need a packed weight and in_features ({in_features}) in multiples of 32",
+            "{activations} activations need a packed weight and in_features ({in_features}) in multiples of 32",
         ),
     ),
     cost=_linear_cost,

@@ -111,9 +111,7 @@ class Engine:
         pending = list(requests)
         while pending:
             work = self._chunks(pending)
-            logits, finished = self._prefill_step(work)
-            if finished:
-                yield from self._sample(finished, logits)
+            yield from self._prefill_step(work)
             pending = [r for r in pending if r.computed < len(r.prompt_ids)]
 
     def _chunks(self, pending: Sequence[Request]) -> list[tuple[Request, int]]:
@@ -143,7 +141,7 @@ class Engine:
             self._steps[key] = ModelStep(self.decoder, self.cache, buffers, phase, (tokens, batch), self.use_plan)
         return self._steps[key]
 
-    def _prefill_step(self, work: Sequence[tuple[Request, int]]) -> tuple[torch.Tensor, list[Request]]:
+    def _prefill_step(self, work: Sequence[tuple[Request, int]]) -> list[tuple[Request, str]]:
         started = time.perf_counter()
         counts = [count for _, count in work]
         step = self._step("prefill", sum(counts), len(work))
@@ -151,11 +149,14 @@ class Engine:
         buffers = step.buffers
         with recorded(self.recorder, "prefill"):
             kernels = step.run(self.recorder)
-            with OpClock() as clock:
-                logits = self.decoder.head_forward(buffers.x[torch.tensor(last_rows, dtype=torch.int64)], buffers)
-        contexts = [request.computed for request, _ in work]
-        self._record("prefill", started, kernels + clock.seconds, counts, contexts, len(finished))
-        return logits, finished
+            if finished:
+                with OpClock() as clock:
+                    logits = self.decoder.head_forward(buffers.x[torch.tensor(last_rows)], buffers)
+                sampler = self._sampler_for(finished, logits)
+                kernels += clock.seconds + sampler.run(self.recorder)
+        events = self._deliver(sampler) if finished else []
+        self._record("prefill", started, kernels, counts, [r.computed for r, _ in work], len(finished))
+        return events
 
     def _fill(self, inputs: StepInputs, work: Sequence[tuple[Request, int]]) -> tuple[list[int], list[Request]]:
         """Puts the next prompt tokens into a step's buffers; returns the rows that end a prompt, and whose they are."""
@@ -179,17 +180,20 @@ class Engine:
         started = time.perf_counter()
         batch = len(requests)
         step = self._step("decode", batch, batch)
+        sampler = self._sampler_for(requests, step.buffers.logits)
         inputs = step.inputs
+        ids, positions, slots = (t.numpy() for t in (inputs.ids, inputs.positions, inputs.slot_mapping))
         for row, request in enumerate(requests):
-            inputs.ids[row] = request.output_ids[-1]
-            inputs.positions[row] = request.length - 1
-            inputs.slot_mapping[row : row + 1] = self.cache.append(self._sequence(request), 1)
+            ids[row] = request.output_ids[-1]
+            positions[row] = request.length - 1
+            slots[row] = self.cache.append(self._sequence(request), 1)
         self.cache.write_tables([self._sequence(r) for r in requests], inputs.block_table, inputs.seqlens_k)
         with recorded(self.recorder, "decode"):
-            kernels = step.run(self.recorder)
+            kernels = step.run(self.recorder) + sampler.run(self.recorder)
         contexts = [r.length for r in requests]
+        events = self._deliver(sampler)
         self._record("decode", started, kernels, [1] * batch, contexts, batch)
-        yield from self._sample(list(requests), step.buffers.logits)
+        yield from events
 
     def _sequence(self, request: Request) -> int:
         if request.sequence is None:
@@ -221,21 +225,20 @@ class Engine:
         return torch.cat(rows)
 
     # ---- after a step -------------------------------------------------------------------------------------------
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[tuple[Request, str]]:
-        started = time.perf_counter()
-        if self._sampler is None or self._sampler.requests != tuple(requests):
-            self._sampler = Sampler(requests, self.decoder.backend)
+    def _sampler_for(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampler:
+        """The sampler of these requests over this buffer, kept for as long as both stay the same."""
+        kept = self._sampler
+        if kept is None or kept.requests != tuple(requests) or kept.logits.data_ptr() != logits.data_ptr():
+            kept = self._sampler = Sampler(requests, logits, self.decoder.backend, self.use_plan)
+        return kept
+
+    def _deliver(self, sampler: Sampler) -> list[tuple[Request, str]]:
         events = []
-        with OpClock() as clock:
-            drawn = self._sampler.sample(logits)
-        for request, (token, logprob) in zip(requests, drawn, strict=True):
+        for request, (token, logprob) in zip(sampler.requests, sampler.tokens(), strict=True):
             piece = request.accept(token, logprob)
             if request.length >= self.decoder.config.max_context and not request.done:
                 request.finish_reason = "length"
             events.append((request, piece))
-        last = self.steps[-1]
-        last.seconds += time.perf_counter() - started
-        last.kernel_seconds += clock.seconds
         return events
 
     def _record(

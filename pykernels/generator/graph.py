@@ -23,6 +23,42 @@ def plans_enabled() -> bool:
     return os.environ.get("PYKERNELS_PLAN", "1") != "0"
 
 
+class Recorded:
+    """Ops over fixed buffers: recorded once as a native plan and replayed in one call, or run from Python each time."""
+
+    def __init__(self, body: Callable[[], None], use_plan: bool) -> None:
+        self._body = body
+        self.calls: list[tuple[Op, Mapping[str, Any]]] = []
+        self.plan = self._record() if use_plan else None
+
+    def _record(self) -> Any:
+        def keep(op: Op, args: Mapping[str, Any], run: Any) -> None:
+            self.calls.append((op, args))
+            run()
+
+        with native.record() as plan, observed(keep):
+            self._body()
+        return plan
+
+    def run(self, recorder: Recorder | None = None) -> float:
+        """Runs on what the input buffers hold; returns the seconds spent in kernels.
+
+        With a recorder, inside one of its steps, the ops are timed one by one.
+        """
+        if self.plan is None:
+            with OpClock() as clock:
+                self._body()
+            return clock.seconds
+        if recorder is None:
+            start = time.perf_counter()
+            self.plan.run()
+            return time.perf_counter() - start
+        seconds = self.plan.run_timed()
+        for (op, args), spent in zip(self.calls, seconds, strict=True):
+            recorder.add(op, args, spent)
+        return sum(seconds)
+
+
 class ModelStep:
     """A forward pass of one shape: `tokens` new tokens of `batch` sequences, with input buffers of its own.
 
@@ -40,9 +76,9 @@ class ModelStep:
         use_plan: bool,
     ) -> None:
         tokens, batch = shape
-        self.decoder, self.cache, self.buffers, self.phase = decoder, cache, buffers, phase
+        self.buffers = buffers
         pages = -(-decoder.config.max_context // cache.page_size)
-        self.inputs = StepInputs(
+        self.inputs = inputs = StepInputs(
             ids=torch.zeros(tokens, dtype=torch.int64),
             positions=torch.zeros(tokens, dtype=torch.int64),
             slot_mapping=torch.full((tokens,), -1, dtype=torch.int64),
@@ -51,41 +87,22 @@ class ModelStep:
             cu_seqlens_q=None if phase == "decode" else torch.zeros(batch + 1, dtype=torch.int32),
             max_seqlen_q=tokens,
         )
-        self.calls: list[tuple[Op, Mapping[str, Any]]] = []
-        self.plan = self._record() if use_plan else None
 
-    def _forward(self) -> None:
-        if self.phase == "decode":
-            self.decoder.forward(self.inputs, self.cache, self.buffers)
-        else:
-            self.decoder.layers_forward(self.inputs, self.cache, self.buffers)
+        def forward() -> None:
+            if phase == "decode":
+                decoder.forward(inputs, cache, buffers)
+            else:
+                decoder.layers_forward(inputs, cache, buffers)
 
-    def _record(self) -> Any:
-        def keep(op: Op, args: Mapping[str, Any], run: Any) -> None:
-            self.calls.append((op, args))
-            run()
+        self._pass = Recorded(forward, use_plan)
 
-        with native.record() as plan, observed(keep):
-            self._forward()
-        return plan
+    @property
+    def plan(self) -> Any:
+        return self._pass.plan
 
     def run(self, recorder: Recorder | None = None) -> float:
-        """Runs on what the input buffers hold; returns the seconds spent in kernels.
-
-        With a recorder, inside one of its steps, the ops are timed one by one.
-        """
-        if self.plan is None:
-            with OpClock() as clock:
-                self._forward()
-            return clock.seconds
-        if recorder is None:
-            start = time.perf_counter()
-            self.plan.run()
-            return time.perf_counter() - start
-        seconds = self.plan.run_timed()
-        for (op, args), spent in zip(self.calls, seconds, strict=True):
-            recorder.add(op, args, spent)
-        return sum(seconds)
+        """Computes what the input buffers describe; returns the seconds spent in kernels."""
+        return self._pass.run(recorder)
 
 
 @contextmanager

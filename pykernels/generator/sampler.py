@@ -8,15 +8,17 @@ from typing import Any
 import torch
 
 from ..ops.sampling import Sampled, sample
+from ..roofline.points import Recorder
+from .graph import Recorded
 from .request import Request, TokenLogprob
 
 
 class Sampler:
-    """The sampling options of a fixed list of requests as tensors; only positions change from step to step."""
+    """Samples for a fixed list of requests from one logits buffer; only positions and past ids change between steps."""
 
-    def __init__(self, requests: Sequence[Request], backend: str) -> None:
+    def __init__(self, requests: Sequence[Request], logits: torch.Tensor, backend: str, use_plan: bool) -> None:
         self.requests = tuple(requests)
-        self.backend = backend
+        self.logits = logits
         params = [r.params for r in requests]
 
         def floats(name: str) -> torch.Tensor:
@@ -29,22 +31,39 @@ class Sampler:
             "min_p": floats("min_p"),
             "seeds": torch.tensor([r.seed for r in requests], dtype=torch.int64),
         }
-        self._positions = torch.zeros(len(params), dtype=torch.int64)
-        self._penalised = any(p.has_penalties for p in params)
-        if self._penalised:
+        self._options["positions"] = self._positions = torch.zeros(len(params), dtype=torch.int64)
+        self._output_ids: torch.Tensor | None = None
+        if any(p.has_penalties for p in params):
             for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
                 self._options[name] = floats(name)
-            self._options["prompt_ids"] = _padded([r.prompt_ids for r in requests])
+            self._options["prompt_ids"] = _padded([r.prompt_ids for r in requests], 0)
+            longest = max(p.max_new_tokens for p in params)
+            self._options["output_ids"] = self._output_ids = _padded([r.output_ids for r in requests], longest)
         wanted = [p.logprobs for p in params if p.logprobs is not None]
-        self._logprobs = max(wanted) if wanted else None
+        logprobs = max(wanted) if wanted else None
+        rows = len(params)
+        self._drawn = Sampled(torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool))
+        if logprobs is not None:
+            top = torch.empty(rows, logprobs, dtype=torch.int64), torch.empty(rows, logprobs)
+            self._drawn = Sampled(self._drawn.ids, self._drawn.valid, torch.empty(rows), *top)
 
-    def sample(self, logits: torch.Tensor) -> list[tuple[int, TokenLogprob | None]]:
-        """One token per request from `[batch, vocab]` logits. ValueError naming the request whose row is invalid."""
-        self._positions.copy_(torch.tensor([r.length for r in self.requests]))
-        options = dict(self._options, positions=self._positions)
-        if self._penalised:
-            options["output_ids"] = _padded([r.output_ids for r in self.requests])
-        drawn = sample(logits, **options, logprobs=self._logprobs, backend=self.backend)
+        def draw() -> None:
+            sample(logits, **self._options, logprobs=logprobs, out=self._drawn, backend=backend)
+
+        self._draw = Recorded(draw, use_plan)
+
+    def run(self, recorder: Recorder | None = None) -> float:
+        """Draws one token per request from what the logits buffer holds; returns the seconds spent in kernels."""
+        positions = self._positions.numpy()
+        for row, request in enumerate(self.requests):
+            positions[row] = request.length
+            if self._output_ids is not None and request.output_ids:
+                self._output_ids[row, len(request.output_ids) - 1] = request.output_ids[-1]
+        return self._draw.run(recorder)
+
+    def tokens(self) -> list[tuple[int, TokenLogprob | None]]:
+        """What was drawn. ValueError naming the request whose row is invalid."""
+        drawn = self._drawn
         ids, valid = drawn.ids.tolist(), drawn.valid.tolist()
         if not all(valid):
             row = valid.index(False)
@@ -62,10 +81,10 @@ class Sampler:
         return TokenLogprob(float(drawn.logprob[row]), top)
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Ragged id lists as one int64 tensor, padded with -1."""
-    width = max((len(r) for r in rows), default=0)
-    table = torch.full((len(rows), max(width, 1)), -1, dtype=torch.int64)
+def _padded(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """Ragged id lists as one int64 tensor of at least `width` columns, padded with -1."""
+    width = max(1, width, *(len(r) for r in rows))
+    table = torch.full((len(rows), width), -1, dtype=torch.int64)
     for row, ids in enumerate(rows):
         table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
     return table

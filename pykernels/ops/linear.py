@@ -36,7 +36,8 @@ def linear(
         bias: `[out_features]`, any float type.
         residual: `[..., out_features]`, any float type; may be `out` itself.
         activations: "float" multiplies with the weights' real values; "int8" rounds groups of 32 columns of x to 8 bits
-            (scale = amax / 127) and multiplies codes in integers (packed weights, in_features a multiple of 32).
+            (scale = amax / 127) and multiplies codes in integers (packed weights, in_features a multiple of 32);
+            "int16" does so with 16 bits, at twice the integer products.
         out: where to write, `[..., out_features]` of any float type; must not overlap x. x's dtype when allocated here.
 
     Returns:

@@ -24,7 +24,7 @@ PHASES = ("prefill", "decode")
 
 def compute_kind(op: Op, args: Args) -> str:
     """Which peak bounds a call: the fastest arithmetic that its operands allow."""
-    if args.get("activations") == "int8":
+    if args.get("activations") in ("int8", "int16"):
         return "int8"
     inputs = [args[t.name] for t in op.tensors if t.role == "in"]
     if args.get("weight_format") == "bfloat16" or any(t is not None and t.dtype == torch.bfloat16 for t in inputs):

@@ -166,6 +166,10 @@ def linear_table() -> dict[str, Linear]:
             table[f"{fmt}_{layout}_int8_many"] = replace(
                 one, activations="int8", dtype=BF16, tokens=19, n=100, k=160, bias=BF16, residual=BF16, out=F32
             )
+            table[f"{fmt}_{layout}_int16"] = replace(one, activations="int16", zeros=True)
+            table[f"{fmt}_{layout}_int16_many"] = replace(
+                one, activations="int16", dtype=BF16, tokens=19, n=100, k=160, bias=BF16, residual=BF16, out=F32
+            )
             if fmt in PACKED[:5]:
                 table[f"{fmt}_{layout}_odd"] = replace(one, tokens=4, n=19, k=37)
     table |= {
