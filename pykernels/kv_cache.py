@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from . import memory
 from .ops.kv_cache import copy_pages
 
 FORMATS: dict[str, torch.dtype] = {
@@ -90,7 +91,7 @@ class PagedKVCache:
         shape = (num_pages, page_size, num_kv_heads)
 
         def layer() -> LayerPages:
-            k, v = (torch.empty((*shape, head_dim), dtype=self.dtype, device=device) for _ in range(2))
+            k, v = (memory.empty(*shape, head_dim, dtype=self.dtype, device=device) for _ in range(2))
             if self.dtype.itemsize > 1:
                 return LayerPages(k, v, None, None)
             return LayerPages(k, v, torch.empty(shape, device=device), torch.empty(shape, device=device))

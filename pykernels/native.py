@@ -122,7 +122,9 @@ def _linear_refusals(args: Mapping[str, Any]) -> list[str]:
     if args["layout"] != "rows16":
         return [f"a {args['layout']} packed weight is not multiplied directly: pack it with .to_layout('rows16')"]
     if args["activations"] != "float" and weight_format not in INT8_DOT_FORMATS:
-        return [f"{args['activations']} activations need a weight of format {', '.join(INT8_DOT_FORMATS)}, got {weight_format}"]
+        return [
+            f"{args['activations']} activations need a weight of format {', '.join(INT8_DOT_FORMATS)}, got {weight_format}"
+        ]
     return []
 
 

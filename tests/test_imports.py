@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["contract", "registry", "library", "ops"]  # each may import those before it
-UPPER = ["kv_cache", "models", "generator", "roofline", "compat", "testing", "cli"]
+UPPER = ["memory", "kv_cache", "models", "generator", "roofline", "compat", "testing", "cli"]
 BACKENDS = ["native", "cuda", "triton", "reference_backend"]
 
 

@@ -4,10 +4,12 @@
 // For each block of keys the K and V rows are loaded once for all query heads of the group. Splits are merged in order, so
 // a request's bits depend on neither the batch nor the number of threads.
 #include <atomic>
+#include <optional>
 
 #include "attention.h"
 #include "kernels.h"
 #include "paged_kv.h"
+#include "row_block.h"
 #include "threads.h"
 
 namespace pk {
@@ -83,25 +85,100 @@ inline void prefetch_row(const T* row, int64_t dim) {
   for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-// scores[group][kBlock] = q.k, kLanes keys at a time: their rows are converted once into `tile` for all heads.
+// The block that follows, of this head or of the unit that the thread takes next: it is fetched while this one is computed.
 template <class T>
-void score_block(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* q, float* tile, float* scores) {
-  const int chunks = int(z.dim_pad / kLanes);
-  for (int first = 0; first < block.n; first += kLanes) {
+struct Ahead {
+  const Block<T>* block = nullptr;  // null: nothing follows
+  int64_t k_offset = 0, v_offset = 0;
+
+  void fetch_key(int t, int64_t dim) const {
+    if (block && t < block->n) prefetch_row(block->k[t] + k_offset, dim);
+  }
+  void fetch_values(int64_t dim) const {
+    if (block)
+      for (int t = 0; t < block->n; ++t) prefetch_row(block->v[t] + v_offset, dim);
+  }
+};
+
+// Keys are transposed in 32-bit units of one, two or four elements, which are widened where they are multiplied: lanes are keys.
+template <class T>
+constexpr int kPerUnit = 4 / int(sizeof(T));
+inline void widen(vi unit, vf (&x)[1], float) { x[0] = as_f(unit); }
+inline void widen(vi unit, vf (&x)[2], bf16) { widen_pairs(unit, x[0], x[1], bf16{}); }
+inline void widen(vi unit, vf (&x)[2], f16) { widen_pairs(unit, x[0], x[1], f16{}); }
+inline void widen(vi unit, vf (&x)[4], int8_t) {
+  for (int i = 0; i < 4; ++i) x[i] = to_float(vi(vu(unit) << (24 - 8 * i)) >> 24);
+}
+inline void widen(vi unit, vf (&x)[4], fp8) {
+  for (int i = 0; i < 4; ++i) x[i] = fp8_to_float(vu(unit) >> (8 * i) & 0xff);
+}
+
+// tile[units][kLanes] of the rows of kLanes keys; units past the end of a row hold anything.
+template <class T>
+void transpose_keys(const T* const* rows, int64_t offset, int64_t units, uint32_t* tile) {
+  for (int64_t u = 0; u < units; u += kLanes) {
+    vu part[kLanes];
     for (int t = 0; t < kLanes; ++t) {
-      const T* row = block.k[first + t] + offset;
-      if (next && first + t < next->n) prefetch_row(next->k[first + t] + offset, z.dim);
-      for (int c = 0; c < chunks; ++c) store(tile + (c * kLanes + t) * kLanes, load_n(row + c * kLanes, int(z.dim) - c * kLanes));
+      const T* row = rows[t] + offset + u * kPerUnit<T>;
+      part[t] = vu{};
+      if (units - u >= kLanes)
+        part[t] = load_bits<vu>(row);
+      else
+        std::memcpy(&part[t], row, size_t(units - u) * 4);
     }
-    for (int64_t g = 0; g < z.group; ++g) {
-      vf sum[kLanes];
-      for (int t = 0; t < kLanes; ++t) sum[t] = set1(0.f);
-      for (int c = 0; c < chunks; ++c) {
-        const vf x = load(q + g * z.dim_pad + c * kLanes);
-#pragma GCC unroll 16
-        for (int t = 0; t < kLanes; ++t) sum[t] = fma(load(tile + (c * kLanes + t) * kLanes), x, sum[t]);
+    transpose(part);
+    for (int t = 0; t < kLanes; ++t) store_bits(tile + (u + t) * kLanes, part[t]);
+  }
+}
+
+// scores[Heads][kBlock] = q.k for kLanes keys. Summed in chunks: one long chain would lose the last bits of large scores.
+template <class T, int Heads>
+void score_heads(const uint32_t* tile, int64_t dim, const float* q, int64_t q_stride, float* scores) {
+  constexpr int64_t kPer = kPerUnit<T>, kChunk = 32;
+  vf total[Heads] = {};
+  for (int64_t c = 0; c < dim; c += kChunk) {
+    vf sum[Heads][2] = {};
+    for (int64_t i = c; i < std::min(dim, c + kChunk); i += std::max<int64_t>(kPer, 2)) {
+      for (int64_t j = i; j < i + std::max<int64_t>(kPer, 2); j += kPer) {
+        vf x[kPer];
+        widen(load_bits<vi>(tile + j / kPer * kLanes), x, T{});
+#pragma GCC unroll 4
+        for (int e = 0; e < kPer; ++e)
+#pragma GCC unroll 4
+          for (int h = 0; h < Heads; ++h) {
+            vf& chain = sum[h][(j + e) & 1];
+            chain = fma(x[e], set1(q[h * q_stride + j + e]), chain);
+          }
       }
-      store(scores + g * kBlock + first, add_rows(sum));
+    }
+    for (int h = 0; h < Heads; ++h) total[h] += sum[h][0] + sum[h][1];
+  }
+  for (int h = 0; h < Heads; ++h) store(scores + h * kBlock, total[h]);
+}
+
+// scores[group][kBlock] = q.k, kLanes keys at a time: their rows are transposed once into `tile` for all heads.
+template <class T>
+void score_block(const Block<T>& block, const Ahead<T>& ahead, int64_t offset, const Sizes& z, const float* q, float* tile, float* scores) {
+  uint32_t* units = reinterpret_cast<uint32_t*>(tile);
+  for (int first = 0; first < block.n; first += kLanes) {
+    for (int t = 0; t < kLanes; ++t) ahead.fetch_key(first + t, z.dim);
+    transpose_keys(block.k + first, offset, z.dim / kPerUnit<T>, units);
+    for (int64_t g = 0; g < z.group; g += kHeadsAtOnce) {
+      const float* rows = q + g * z.dim_pad;
+      float* s = scores + g * kBlock + first;
+      switch (std::min<int64_t>(kHeadsAtOnce, z.group - g)) {
+        case 1:
+          score_heads<T, 1>(units, z.dim, rows, z.dim_pad, s);
+          break;
+        case 2:
+          score_heads<T, 2>(units, z.dim, rows, z.dim_pad, s);
+          break;
+        case 3:
+          score_heads<T, 3>(units, z.dim, rows, z.dim_pad, s);
+          break;
+        default:
+          score_heads<T, 4>(units, z.dim, rows, z.dim_pad, s);
+      }
     }
   }
 }
@@ -131,13 +208,12 @@ inline void weigh_columns(const T* const* rows, int64_t offset, int n, int lanes
 }
 
 template <class T, int Heads>
-void weigh_heads(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* weights, const float* shrink,
+void weigh_heads(const Block<T>& block, const Ahead<T>& ahead, int64_t offset, const Sizes& z, const float* weights, const float* shrink,
                  float* acc) {
   constexpr int kVectors = Heads == 1 ? 8 : Heads == 4 ? 2 : 4;  // accumulators within 16 registers, enough chains to hide latency
+  ahead.fetch_values(z.dim_v);
   for (int64_t x = 0; x < z.dim_v;) {
     const int64_t left = z.dim_v - x;
-    if (next)
-      for (int t = 0; t < next->n; ++t) __builtin_prefetch(next->v[t] + offset + x, 0, 2);
     if (left >= kVectors * kLanes) {
       weigh_columns<T, Heads, kVectors>(block.v, offset + x, block.n, kLanes, weights, shrink, acc + x, z.acc_pad);
       x += kVectors * kLanes;
@@ -150,24 +226,24 @@ void weigh_heads(const Block<T>& block, const Block<T>* next, int64_t offset, co
 
 // acc[group][acc_pad] = acc * shrink + weights[group][kBlock] * V.
 template <class T>
-void weigh_block(const Block<T>& block, const Block<T>* next, int64_t offset, const Sizes& z, const float* weights, const float* shrink,
+void weigh_block(const Block<T>& block, const Ahead<T>& ahead, int64_t offset, const Sizes& z, const float* weights, const float* shrink,
                  float* acc) {
   for (int64_t g = 0; g < z.group; g += kHeadsAtOnce) {
     const float *w = weights + g * kBlock, *s = shrink + g;
     float* a = acc + g * z.acc_pad;
-    const Block<T>* ahead = g == 0 ? next : nullptr;
+    const Ahead<T> fetch = g == 0 ? ahead : Ahead<T>{};
     switch (std::min<int64_t>(kHeadsAtOnce, z.group - g)) {
       case 1:
-        weigh_heads<T, 1>(block, ahead, offset, z, w, s, a);
+        weigh_heads<T, 1>(block, fetch, offset, z, w, s, a);
         break;
       case 2:
-        weigh_heads<T, 2>(block, ahead, offset, z, w, s, a);
+        weigh_heads<T, 2>(block, fetch, offset, z, w, s, a);
         break;
       case 3:
-        weigh_heads<T, 3>(block, ahead, offset, z, w, s, a);
+        weigh_heads<T, 3>(block, fetch, offset, z, w, s, a);
         break;
       default:
-        weigh_heads<T, 4>(block, ahead, offset, z, w, s, a);
+        weigh_heads<T, 4>(block, fetch, offset, z, w, s, a);
     }
   }
 }
@@ -198,11 +274,19 @@ void load_query(const PagedDecodeParams& p, const Sizes& z, int64_t sequence, in
   });
 }
 
-// One split for kv heads [h0, h1): the same block of keys for one head after the other, since their rows are neighbours.
+// What a thread takes at a time: one split for kv heads [h0, h1).
+struct Unit {
+  int64_t index;  // of the split
+  Split split;
+  int64_t h0, h1;
+};
+
+// One unit: the same block of keys for one head after the other, since their rows are neighbours. `upcoming` may be null.
 template <class T>
-void attend_split(const PagedDecodeParams& p, const Sizes& z, const Scoring& scoring, const Split& split, int64_t h0, int64_t h1,
-                  const Room& room, const Partial& partial) {
-  const int64_t b = split.sequence, position = index_at(p.seqlens_k, b) - 1;
+void attend_unit(const PagedDecodeParams& p, const Sizes& z, const Scoring& scoring, const Unit& unit, const Unit* upcoming,
+                 const Room& room, const Partial& partial) {
+  const Split& split = unit.split;
+  const int64_t h0 = unit.h0, h1 = unit.h1, b = split.sequence, position = index_at(p.seqlens_k, b) - 1;
   const KvRows<T> keys = paged_rows<T>(p.k_cache, p.k_scale, p.block_table, b),
                   values = paged_rows<T>(p.v_cache, p.v_scale, p.block_table, b);
   for (int64_t h = h0; h < h1; ++h) {
@@ -216,11 +300,21 @@ void attend_split(const PagedDecodeParams& p, const Sizes& z, const Scoring& sco
   int current = 0;
   for (int64_t first = split.keys.begin; first < split.keys.end; first += kBlock, current ^= 1) {
     const Block<T>& block = blocks[current];
-    Block<T>* next = first + kBlock < split.keys.end ? &blocks[current ^ 1] : nullptr;
-    if (next) next->locate(keys, values, {first + kBlock, split.keys.end});
+    Block<T>& next = blocks[current ^ 1];
+    const bool last = first + kBlock >= split.keys.end;
+    if (!last) {
+      next.locate(keys, values, {first + kBlock, split.keys.end});
+    } else if (upcoming) {
+      const int64_t other = upcoming->split.sequence;
+      next.locate(paged_rows<T>(p.k_cache, p.k_scale, p.block_table, other), paged_rows<T>(p.v_cache, p.v_scale, p.block_table, other),
+                  upcoming->split.keys);
+    }
+    const int64_t shift = last && upcoming ? upcoming->h0 - h0 : 0;  // from a head to the one whose next block it fetches
     const int vectors = (block.n + kLanes - 1) / kLanes;
     for (int64_t h = h0; h < h1; ++h) {
-      score_block(block, next, h * keys.head_stride, z, room.q + h * z.group * z.dim_pad, room.tile, room.scores);
+      const bool follows = last ? upcoming && h + shift < upcoming->h1 : true;
+      const Ahead<T> ahead = {follows ? &next : nullptr, (h + shift) * keys.head_stride, (h + shift) * values.head_stride};
+      score_block(block, ahead, h * keys.head_stride, z, room.q + h * z.group * z.dim_pad, room.tile, room.scores);
       for (int64_t g = 0; g < z.group; ++g) {
         float* s = room.scores + g * kBlock;
         if constexpr (is_code<T>)
@@ -233,7 +327,7 @@ void attend_split(const PagedDecodeParams& p, const Sizes& z, const Scoring& sco
       if constexpr (is_code<T>)
         for (int64_t g = 0; g < z.group; ++g)
           for (int t = 0; t < block.n; ++t) room.scores[g * kBlock + t] *= block.v_scale[t][h * values.scale_head_stride];
-      weigh_block(block, next, h * values.head_stride, z, room.scores, state.shrink, partial.acc + h * z.group * z.acc_pad);
+      weigh_block(block, ahead, h * values.head_stride, z, room.scores, state.shrink, partial.acc + h * z.group * z.acc_pad);
     }
   }
   for (int64_t h = h0; h < h1; ++h)
@@ -293,7 +387,7 @@ float* partial_memory(const PagedDecodeParams& p, const Sizes& z, int64_t splits
 // How many kv heads a unit takes: few enough for `workers` to share the work, and for a block to leave room in L2.
 int64_t heads_per_unit(const Sizes& z, int64_t splits, int64_t workers, int64_t row_bytes) {
   const int64_t by_cache = std::max<int64_t>(1, kUnitBytes / (kBlock * row_bytes));
-  const int64_t by_workers = std::max<int64_t>(1, z.kv_heads * splits / (4 * workers));
+  const int64_t by_workers = std::max<int64_t>(1, z.kv_heads * splits / (2 * workers));
   return std::min({z.kv_heads, by_cache, by_workers});
 }
 
@@ -324,9 +418,14 @@ void paged_decode_attention(const PagedDecodeParams& p) {
   visit_cache(p.k_cache.dtype, [&]<class T>() {
     team().parallel_for(workers, 1, [&](int64_t, int64_t, int tid) {
       const Room own(rooms + tid * room, z);
-      for (int64_t u; (u = next.fetch_add(1, std::memory_order_relaxed)) < units;) {
-        const int64_t i = u / per_split, h = u % per_split * step;
-        attend_split<T>(p, z, scoring, splits[i], h, std::min(h + step, z.kv_heads), own, Partial(partials, z, i));
+      const auto take = [&]() -> std::optional<Unit> {
+        const int64_t u = next.fetch_add(1, std::memory_order_relaxed), i = u / per_split, h = u % per_split * step;
+        if (u >= units) return {};
+        return Unit{i, splits[i], h, std::min(h + step, z.kv_heads)};
+      };
+      for (std::optional<Unit> unit = take(), upcoming; unit; unit = upcoming) {
+        upcoming = take();
+        attend_unit<T>(p, z, scoring, *unit, upcoming ? &*upcoming : nullptr, own, Partial(partials, z, unit->index));
       }
       if (workers > 1) team().barrier();
       for (int64_t r = z.batch * z.heads * tid / workers; r < z.batch * z.heads * (tid + 1) / workers; ++r) {

@@ -211,6 +211,13 @@ inline vf load(const f16* p) {
 }
 typedef int8_t vb_signed __attribute__((vector_size(kLanes)));
 inline vf load(const int8_t* p) { return __builtin_convertvector(load_bits<vb_signed>(p), vf); }
+// Codes in 32-bit lanes.
+inline vf fp8_to_float(vu code) {
+  const vu rest = code & 0x7f;
+  const vf small = to_float(vi(rest)) * set1(0x1p-9f);
+  const vu bits = vi(rest < 8) ? as_u(small) : (rest << 20) + 0x3c000000;
+  return as_f((vi(rest == 0x7f) ? vu{} + 0x7fc00000 : bits) | (code & 0x80) << 24);
+}
 inline vf load(const fp8* p) {
 #if PK_AVX512
   // The bits of e4m3, shifted, are a float16 2^8 times too small, subnormals included; all ones stay NaN.
@@ -226,10 +233,7 @@ inline vf load(const fp8* p) {
   const __m128i sign = _mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x80)), 8);
   return (vf)_mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(rest, nan), sign)) * set1(256.f);
 #else
-  const vu code = __builtin_convertvector(load_bits<vb>(p), vu), rest = code & 0x7f;
-  const vf small = __builtin_convertvector((vi)rest, vf) * set1(0x1p-9f);
-  const vu bits = (vi)(rest < 8) ? (vu)small : (rest << 20) + 0x3c000000;
-  return as_f(((vi)(rest == 0x7f) ? vu{} + 0x7fc00000 : bits) | (code & 0x80) << 24);
+  return fp8_to_float(__builtin_convertvector(load_bits<vb>(p), vu));
 #endif
 }
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..kv_cache import PagedKVCache
+from ..memory import Arena
 from ..ops.activation import gated_activation
 from ..ops.decode import paged_decode_attention
 from ..ops.kv_cache import rope_append_kv
@@ -96,6 +97,19 @@ class PackedLayer:
     gate_up: PackedWeight
     down: PackedWeight
 
+    def matrices(self) -> tuple[PackedWeight, ...]:
+        """In execution order."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+    def moved(self, arena: Arena) -> PackedLayer:
+        """The same with its matrices in the arena."""
+        qkv, o, gate_up, down = (_moved(w, arena) for w in self.matrices())
+        return replace(self, qkv=qkv, o=o, gate_up=gate_up, down=down)
+
+
+def _moved(weight: PackedWeight, arena: Arena) -> PackedWeight:
+    return replace(weight, data=arena.hold(weight.data))
+
 
 class Decoder:
     """Weights packed for the kernels, and `forward`."""
@@ -104,10 +118,17 @@ class Decoder:
         self.config, self.precision, self.backend = config, precision, backend
         self.inv_freq = inv_freq(config)
         self.window = (-1, -1) if config.sliding_window is None else (config.sliding_window - 1, 0)
-        self.layers = [self._pack_layer(layer) for layer in weights.layers]
+        layers = [self._pack_layer(layer) for layer in weights.layers]
         self.final_norm = weights.final_norm.float32()
-        self.embedding = self._pack([weights.embedding])
-        self.head = self.embedding if weights.head is weights.embedding else self._pack([weights.head])
+        embedding = self._pack([weights.embedding])
+        head = embedding if weights.head is weights.embedding else self._pack([weights.head])
+        matrices = [*(w for layer in layers for w in layer.matrices()), head]
+        arena = Arena(w.nbytes for w in [*matrices, *([] if embedding is head else [embedding])])
+        self.layers = []
+        while layers:  # in execution order; each copy frees its original
+            self.layers.append(layers.pop(0).moved(arena))
+        self.head = _moved(head, arena)
+        self.embedding = self.head if embedding is head else _moved(embedding, arena)
 
     def _pack_layer(self, layer: LayerWeights) -> PackedLayer:
         return PackedLayer(
@@ -138,7 +159,7 @@ class Decoder:
 
     def matrices(self) -> list[PackedWeight]:
         """Every matrix in the order in which a forward pass reads it."""
-        layers = [w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        layers = [w for layer in self.layers for w in layer.matrices()]
         return [self.embedding, *layers, self.head]
 
     def _linear(
