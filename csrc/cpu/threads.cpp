@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <new>
@@ -17,9 +18,10 @@
 namespace pk {
 namespace {
 
-// About a third of a millisecond: longer than the gap between two ops that Python calls one by one. Then the thread
-// sleeps on a futex, and waking it costs tens of microseconds.
-constexpr int kSpins = 20000;
+// A waiting thread first spins, longer than the imbalance of an op. Then it gives its CPU to whoever else wants it, for longer
+// than the gap between two ops that Python calls one by one. Then it sleeps, and waking it costs tens of microseconds.
+constexpr auto kSpin = std::chrono::microseconds(20), kYield = std::chrono::microseconds(400);
+constexpr int kPauses = 32;  // between two looks at the clock
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -30,9 +32,13 @@ inline void relax() {
 }
 
 void wait_while(std::atomic<int32_t>& word, int32_t value, std::atomic<int32_t>& parked) {
-  for (int i = 0; i < kSpins; ++i) {
-    if (word.load(std::memory_order_acquire) != value) return;
-    relax();
+  const auto start = std::chrono::steady_clock::now();
+  for (auto waited = start - start; waited < kYield; waited = std::chrono::steady_clock::now() - start) {
+    for (int i = 0; i < kPauses; ++i) {
+      if (word.load(std::memory_order_acquire) != value) return;
+      relax();
+    }
+    if (waited > kSpin) std::this_thread::yield();
   }
   parked.fetch_add(1);
   while (word.load() == value) word.wait(value);

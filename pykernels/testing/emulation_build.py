@@ -6,6 +6,7 @@ compiler's memory hooks, so that every load and store is checked too.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import shlex
@@ -145,7 +146,9 @@ def build(
     targets = [str(path.relative_to(ROOT)) for path in out.values()]
     jobs = os.environ.get("PYKERNELS_JOBS") or str(len(os.sched_getaffinity(0)))
     command = [str(Path(BIN_DIR) / "ninja"), "-f", str(script.relative_to(ROOT)), "-j", jobs, *targets]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with (ROOT / BUILD / "lock").open("w") as lock:  # one ninja at a time in a build folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         names = ", ".join(library.name for library in libraries)
         raise RuntimeError(f"building {names} for the emulation failed:\n{done.stdout[-8000:]}")
