@@ -242,9 +242,9 @@ int64_t tile_tokens(const Call& c, int64_t threads) {
 
 template <class T>
 void attend(const Call& c, const Task& task, int64_t kv_head, const Room& room) {
-  constexpr bool pairs = kLanes == 16 && std::is_same_v<T, bf16>;  // the levels that have (or emulate) bfloat16 products
-  using Step = std::conditional_t<pairs, Bf16Step, FloatStep>;
-  TileAttention<Step>(c, task, kv_head, room).template run<T>();
+  if constexpr (kLanes == 16 && std::is_same_v<T, bf16>)
+    if (pairs_are_fast()) return TileAttention<Bf16Step>(c, task, kv_head, room).template run<T>();
+  TileAttention<FloatStep>(c, task, kv_head, room).template run<T>();
 }
 
 void run(const Call& c, int64_t max_seqlen_q, int64_t max_seqlen_k) {
