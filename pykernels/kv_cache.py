@@ -172,6 +172,17 @@ class PagedKVCache:
         Raises:
             CacheFullError: not enough free pages; the sequence is as it was.
         """
+        start = self._grow(sequence, tokens)
+        positions, size = torch.arange(start, start + tokens), self.page_size
+        return torch.tensor(self._get(sequence).pages, dtype=torch.int64)[positions // size] * size + positions % size
+
+    def append_one(self, sequence: int) -> int:
+        """`append` of one token: its slot."""
+        start, size = self._grow(sequence, 1), self.page_size
+        return self._get(sequence).pages[start // size] * size + start % size
+
+    def _grow(self, sequence: int, tokens: int) -> int:
+        """Pages for `tokens` more tokens; returns the position of the first."""
         if tokens < 0:
             raise ValueError(f"PagedKVCache: tokens must be at least 0, got {tokens}")
         state, size = self._get(sequence), self.page_size
@@ -186,10 +197,7 @@ class PagedKVCache:
             self._unshare(state)
         state.pages += [self._take() for _ in range(grown)]
         state.length = end
-        if tokens == 1:
-            return torch.tensor([state.pages[start // size] * size + start % size])
-        positions = torch.arange(start, end)
-        return torch.tensor(state.pages, dtype=torch.int64)[positions // size] * size + positions % size
+        return start
 
     def truncate(self, sequence: int, length: int) -> None:
         """Drops the tokens after the first `length`, as after a rejected draft."""

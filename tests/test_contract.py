@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -225,3 +226,19 @@ def test_causal_attention_costs_half_of_full_attention() -> None:
     assert visible_pairs(10, 1000, True, -1, -1) == 10 * 1000 - 45
     assert visible_pairs(1, 1000, True, 99, 0) == 100
     assert visible_pairs(5, 3, True, -1, -1) == 1 + 2 + 3
+
+
+@pytest.mark.parametrize("q_len", [0, 1, 2, 7])
+@pytest.mark.parametrize("k_len", [0, 1, 5, 9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_visible_pairs_are_those_that_the_mask_lets_through(q_len: int, k_len: int, causal: bool) -> None:
+    from pykernels.contract.attention import visible_pairs
+
+    for left, right in itertools.product((-1, 0, 1, 4, 100), repeat=2):
+        limit = 0 if causal else right
+        seen = [
+            (left < 0 or j >= i + k_len - q_len - left) and (limit < 0 or j <= i + k_len - q_len + limit)
+            for i in range(q_len)
+            for j in range(k_len)
+        ]
+        assert visible_pairs(q_len, k_len, causal, left, right) == sum(seen), (left, right)

@@ -61,6 +61,8 @@ def visible_pairs(q_len: int, k_len: int, causal: bool, left: int, right: int) -
         right = 0
     if left < 0 and right < 0:
         return q_len * k_len
+    if q_len == 1:  # a decode step asks for it once a token
+        return k_len if left < 0 else min(k_len, left + 1)
     rows = torch.arange(q_len) + (k_len - q_len)
     last = (rows + right).clamp(max=k_len - 1) if right >= 0 else torch.full_like(rows, k_len - 1)
     first = (rows - left).clamp(min=0) if left >= 0 else torch.zeros_like(rows)

@@ -182,11 +182,11 @@ class Engine:
         step = self._step("decode", batch, batch)
         sampler = self._sampler_for(requests, step.buffers.logits)
         inputs = step.inputs
-        ids, positions, slots = (t.numpy() for t in (inputs.ids, inputs.positions, inputs.slot_mapping))
+        ids, positions, slots = step.token_arrays
         for row, request in enumerate(requests):
             ids[row] = request.output_ids[-1]
             positions[row] = request.length - 1
-            slots[row] = self.cache.append(self._sequence(request), 1)
+            slots[row] = self.cache.append_one(self._sequence(request))
         self.cache.write_tables([self._sequence(r) for r in requests], inputs.block_table, inputs.seqlens_k)
         with recorded(self.recorder, "decode"):
             kernels = step.run(self.recorder) + sampler.run(self.recorder)

@@ -87,6 +87,8 @@ class ModelStep:
             cu_seqlens_q=None if phase == "decode" else torch.zeros(batch + 1, dtype=torch.int32),
             max_seqlen_q=tokens,
         )
+        # The same memory for cheap writes of single numbers.
+        self.token_arrays = tuple(t.numpy() for t in (inputs.ids, inputs.positions, inputs.slot_mapping))
 
         def forward() -> None:
             if phase == "decode":

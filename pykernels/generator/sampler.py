@@ -31,7 +31,8 @@ class Sampler:
             "min_p": floats("min_p"),
             "seeds": torch.tensor([r.seed for r in requests], dtype=torch.int64),
         }
-        self._options["positions"] = self._positions = torch.zeros(len(params), dtype=torch.int64)
+        self._options["positions"] = torch.zeros(len(params), dtype=torch.int64)
+        self._positions = self._options["positions"].numpy()
         self._output_ids: torch.Tensor | None = None
         if any(p.has_penalties for p in params):
             for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -54,9 +55,8 @@ class Sampler:
 
     def run(self, recorder: Recorder | None = None) -> float:
         """Draws one token per request from what the logits buffer holds; returns the seconds spent in kernels."""
-        positions = self._positions.numpy()
         for row, request in enumerate(self.requests):
-            positions[row] = request.length
+            self._positions[row] = request.length
             if self._output_ids is not None and request.output_ids:
                 self._output_ids[row, len(request.output_ids) - 1] = request.output_ids[-1]
         return self._draw.run(recorder)
