@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from pykernels.contract import OPS
 from pykernels.testing import Case, cases, check_case
+from pykernels.testing.compare import same_bits
 from pykernels.testing.emulated_cuda import EmulatedCuda
 from pykernels.testing.emulation_build import available
 
@@ -24,6 +24,8 @@ def table() -> list[Any]:
 @pytest.mark.parametrize("case", table())
 def test_agrees_with_the_reference_under_every_schedule(case: Case) -> None:
     backends = [EmulatedCuda(**settings) for settings in SCHEDULES]
+    if not hasattr(backends[0].native(), case.op):
+        pytest.skip(f"{case.op} has no CUDA kernel")
     if reasons := backends[0].refuses(case.op, case.args()):
         pytest.skip("; ".join(reasons))
     check_case(case, backends[0].run)
@@ -33,7 +35,4 @@ def test_agrees_with_the_reference_under_every_schedule(case: Case) -> None:
         backend.run(case.op, args)
         outputs.append([args[t.name].clone() for t in OPS[case.op].tensors if t.mutated and args[t.name] is not None])
     for other in outputs[1:]:
-        assert all(
-            torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-            for a, b in zip(outputs[0], other, strict=True)
-        )
+        assert all(same_bits(a, b).all() for a, b in zip(outputs[0], other, strict=True))

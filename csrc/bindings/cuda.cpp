@@ -55,7 +55,26 @@ void bind_scratch(py::module_& m, const std::string& name, int64_t (*bytes)(cons
   m.def((name + "_scratch_bytes").c_str(), [bytes, make](Args... args) { return bytes(make(args...)); });
 }
 
-void register_norm(py::module_& m) { bind(m, "rms_norm", rms_norm, make_rms_norm); }
+void register_kv_cache(py::module_& m) {
+  bind(m, "append_kv", append_kv, make<AppendParams, 7>());
+  bind(m, "rope_append_kv", rope_append_kv, make_rope_append);
+  bind(m, "gather_kv", gather_kv, make<GatherParams, 8>());
+  bind(m, "copy_pages", copy_pages, make<CopyPagesParams, 6>());
+  bind_scratch(m, "copy_pages", copy_pages_scratch_bytes, make<CopyPagesParams, 6>());
+}
+
+void register_sampling(py::module_& m) { bind(m, "philox_uniform", philox_uniform, make<PhiloxParams, 3>()); }
+
+void register_linear(py::module_& m) {
+  bind(m, "linear", linear, make_linear);
+  bind(m, "embedding", embedding, make_embedding);
+}
+
+void register_pointwise(py::module_& m) {
+  bind(m, "rms_norm", rms_norm, make_rms_norm);
+  bind(m, "rotary_embedding", rotary_embedding, make_rotary);
+  bind(m, "gated_activation", gated_activation, make_gated_activation);
+}
 
 // Null, or why no kernel can run.
 const char* driver_error() {
@@ -70,5 +89,8 @@ const char* driver_error() {
 
 PYBIND11_MODULE(PK_MODULE, m) {
   m.def("driver_error", pk::cuda::driver_error);
-  pk::cuda::register_norm(m);
+  pk::cuda::register_kv_cache(m);
+  pk::cuda::register_sampling(m);
+  pk::cuda::register_linear(m);
+  pk::cuda::register_pointwise(m);
 }

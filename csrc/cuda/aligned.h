@@ -17,4 +17,9 @@ inline bool rows_aligned(const Tensor& t) {
   return true;
 }
 
+// Whether units of eight elements hold whole pairs, and what is not rotated fills whole units.
+inline bool fills_units(int pairs, int head_dim, bool interleaved) {
+  return pairs % (interleaved ? 4 : 8) == 0 && (head_dim - 2 * pairs) % 8 == 0;
+}
+
 }  // namespace pk::cuda

@@ -17,6 +17,19 @@ struct Launch {
   void* scratch = nullptr;  // aligned to 256 bytes
 };
 
+cudaError_t append_kv(const AppendParams&, const Launch&);
+cudaError_t rope_append_kv(const RopeAppendParams&, const Launch&);
+cudaError_t gather_kv(const GatherParams&, const Launch&);
+int64_t copy_pages_scratch_bytes(const CopyPagesParams&);
+cudaError_t copy_pages(const CopyPagesParams&, const Launch&);
+
+cudaError_t philox_uniform(const PhiloxParams&, const Launch&);
+
+cudaError_t linear(const LinearParams&, const Launch&);
+cudaError_t embedding(const EmbeddingParams&, const Launch&);
+
 cudaError_t rms_norm(const RmsNormParams&, const Launch&);
+cudaError_t rotary_embedding(const RotaryParams&, const Launch&);
+cudaError_t gated_activation(const GatedActivationParams&, const Launch&);
 
 }  // namespace pk::cuda

@@ -23,10 +23,6 @@ struct Row {
   float eps;
 };
 
-PK_DEVICE const void* advance(const void* p, DType type, int64_t elements) {
-  return static_cast<const char*>(p) + elements * (type == DType::f32 ? 4 : 2);
-}
-
 // Elements i to i + kWidth - 1 of h.
 template <int kWidth>
 PK_DEVICE void load_sum(const Row& r, const void* x, const void* residual, int i, float (&h)[kFloats]) {
@@ -47,10 +43,10 @@ template <int kWidth>  // kFloats where everything is aligned, otherwise 1
 __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(const Row r) {
   __shared__ float partial[32];
   const int64_t row = blockIdx.x;
-  const void* x = advance(r.x, r.type, row * r.x_row);
-  const void* residual = r.residual ? advance(r.residual, r.type, row * r.residual_row) : nullptr;
-  void* sum = r.sum ? const_cast<void*>(advance(r.sum, r.type, row * r.sum_row)) : nullptr;
-  void* out = const_cast<void*>(advance(r.out, r.out_type, row * r.out_row));
+  const void* x = offset(r.x, r.type, row * r.x_row);
+  const void* residual = r.residual ? offset(r.residual, r.type, row * r.residual_row) : nullptr;
+  void* sum = r.sum ? offset(r.sum, r.type, row * r.sum_row) : nullptr;
+  void* out = offset(r.out, r.out_type, row * r.out_row);
   const int first = static_cast<int>(threadIdx.x) * kWidth, step = static_cast<int>(blockDim.x) * kWidth;
   float squares = 0.f, h[kFloats];
   for (int i = first; i < r.hidden; i += step) {

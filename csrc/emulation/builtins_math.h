@@ -69,6 +69,8 @@ inline double min(double a, double b) { return ::fmin(a, b); }
 inline double max(double a, double b) { return ::fmax(a, b); }
 #undef EMU_MIN_MAX
 
+inline float sinpif(float a) { return static_cast<float>(::sin(3.14159265358979323846 * a)); }
+inline float cospif(float a) { return static_cast<float>(::cos(3.14159265358979323846 * a)); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -8,6 +8,12 @@ namespace pk::device {
 
 constexpr int kFloats = 8;  // a 128-bit access of 2-byte elements, two of float32
 
+// The address of an element.
+PK_DEVICE const void* offset(const void* p, DType type, int64_t elements) {
+  return static_cast<const char*>(p) + elements * (type == DType::f32 ? 4 : 2);
+}
+PK_DEVICE void* offset(void* p, DType type, int64_t elements) { return static_cast<char*>(p) + elements * (type == DType::f32 ? 4 : 2); }
+
 PK_DEVICE float load_float(DType type, const void* p, int64_t i) {
   if (type == DType::f32) return static_cast<const float*>(p)[i];
   if (type == DType::f16) return __half2float(static_cast<const __half*>(p)[i]);
