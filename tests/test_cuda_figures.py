@@ -1,0 +1,77 @@
+"""The gate of the CUDA build: what it reads out of the tools' texts, and that each kind of regression fails it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ci"))
+from cuda_figures import TABLE, compiler_figures, complaints, machine_code
+
+LOG = """\
+ptxas info    : Compiling entry function '_Z1kv' for 'sm_80'
+ptxas info    : Function properties for _Z1kv
+    8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 8 bytes cumulative stack size, 128 bytes smem, 400 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z1kv' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers, 400 bytes cmem[0]
+"""
+SASS = """\
+arch = sm_80
+\t\tFunction : _Z1kv
+        /*0000*/                   LDG.E.128 R4, [R2.64] ;
+        /*0010*/              @!P0 LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0030*/               @P1 STL [R1], R4 ;
+        /*0040*/                   EXIT ;
+arch = sm_90a
+\t\tFunction : _Z1kv
+        /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24 ;
+"""
+GOOD = compiler_figures(LOG)["_Z1kv", "sm_90a"] | machine_code(SASS)["_Z1kv", "sm_90a"]
+
+
+def test_the_compilers_figures_are_read_per_kernel_and_architecture() -> None:
+    rows = compiler_figures(LOG)
+    assert rows["_Z1kv", "sm_80"] == {"stack": 8, "spills": 16, "registers": 64, "shared": 128}
+    assert rows["_Z1kv", "sm_90a"] == {"stack": 0, "spills": 0, "registers": 40, "shared": 0}
+
+
+def test_instructions_are_counted_with_and_without_a_predicate() -> None:
+    row = machine_code(SASS)["_Z1kv", "sm_80"]
+    assert row["instructions"] == 5
+    assert (row["load_128"], row["async_copy_128"], row["hmma"], row["local"]) == (1, 1, 1, 1)
+    assert machine_code(SASS)["_Z1kv", "sm_90a"]["hgmma"] == 1
+
+
+def test_an_unchanged_kernel_passes() -> None:
+    assert complaints("k", GOOD, GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"spills": 4}, "spills"),
+        ({"stack": 8}, "local memory"),
+        ({"local": 1}, "local memory"),
+        ({"hgmma": 0}, "hgmma"),
+        ({"registers": 49}, "registers"),
+    ],
+)
+def test_each_regression_fails(change: dict[str, int], word: str) -> None:
+    (text,) = complaints("k", GOOD | change, GOOD)
+    assert word in text
+
+
+def test_a_kernel_without_a_row_fails() -> None:
+    (text,) = complaints("k", GOOD, None)
+    assert "no row" in text
+
+
+def test_every_kernel_source_has_rows() -> None:
+    sources = {p.stem for p in (Path(__file__).parents[1] / "csrc/cuda").glob("*.cu")}
+    text = TABLE.read_text()
+    assert all(f'"{name}/' in text for name in sources)
