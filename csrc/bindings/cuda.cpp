@@ -63,7 +63,13 @@ void register_kv_cache(py::module_& m) {
   bind_scratch(m, "copy_pages", copy_pages_scratch_bytes, make<CopyPagesParams, 6>());
 }
 
-void register_sampling(py::module_& m) { bind(m, "philox_uniform", philox_uniform, make<PhiloxParams, 3>()); }
+void register_sampling(py::module_& m) {
+  bind(m, "sample", sample, make_sample);
+  bind_scratch(m, "sample", sample_scratch_bytes, make_sample);
+  bind(m, "verify_draft", verify_draft, make<VerifyParams, 12>());
+  bind_scratch(m, "verify_draft", verify_draft_scratch_bytes, make<VerifyParams, 12>());
+  bind(m, "philox_uniform", philox_uniform, make<PhiloxParams, 3>());
+}
 
 void register_linear(py::module_& m) {
   bind(m, "linear", linear, make_linear);

@@ -23,6 +23,10 @@ cudaError_t gather_kv(const GatherParams&, const Launch&);
 int64_t copy_pages_scratch_bytes(const CopyPagesParams&);
 cudaError_t copy_pages(const CopyPagesParams&, const Launch&);
 
+int64_t sample_scratch_bytes(const SampleParams&);
+cudaError_t sample(const SampleParams&, const Launch&);
+int64_t verify_draft_scratch_bytes(const VerifyParams&);
+cudaError_t verify_draft(const VerifyParams&, const Launch&);
 cudaError_t philox_uniform(const PhiloxParams&, const Launch&);
 
 cudaError_t linear(const LinearParams&, const Launch&);

@@ -33,4 +33,25 @@ PK_DEVICE float reduce_block(float x, float* partial) {
   return x;
 }
 
+// The same for integers, whose sums have the same bits in any order. `partial` holds 32 of them.
+template <class Combine>
+PK_DEVICE uint64_t reduce_block(uint64_t x, uint64_t* partial, Combine combine) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(kFullWarp, x, step));
+  if (lane == 0) partial[warp] = x;
+  __syncthreads();
+  x = lane < static_cast<int>(blockDim.x) / 32 ? partial[lane] : 0;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(kFullWarp, x, step));
+  __syncthreads();
+  return x;
+}
+PK_DEVICE uint64_t sum_block(uint64_t x, uint64_t* partial) {
+  return reduce_block(x, partial, [](uint64_t a, uint64_t b) { return a + b; });
+}
+PK_DEVICE uint64_t max_block(uint64_t x, uint64_t* partial) {
+  return reduce_block(x, partial, [](uint64_t a, uint64_t b) { return a > b ? a : b; });
+}
+
 }  // namespace pk::device
