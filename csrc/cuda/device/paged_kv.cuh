@@ -1,0 +1,77 @@
+// Where a token's keys and values are: in a ragged tensor, or in the pages of a block table. Offsets are 64-bit from the
+// first multiplication; a negative page is never dereferenced.
+#pragma once
+#include "common/params.h"
+#include "platform.cuh"
+
+namespace pk::device {
+
+// Division by a number that is known at launch: one multiplication. Dividends are below 2^31.
+struct Divider {
+  uint32_t divisor = 1, magic = 1, shift = 0;
+
+  Divider() = default;
+  explicit Divider(int64_t by) : divisor(static_cast<uint32_t>(by)) {
+    while (shift < 31 && (uint64_t{1} << shift) < divisor) shift++;
+    magic = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor) / divisor + 1);
+  }
+  PK_DEVICE int quotient(int n) const {
+    const auto u = static_cast<uint32_t>(n);
+    return static_cast<int>((__umulhi(u, magic) + u) >> shift);
+  }
+  PK_DEVICE int remainder(int n, int quotient) const { return n - quotient * static_cast<int>(divisor); }
+};
+
+// Token t of a sequence is slot {page, offset}. A ragged tensor is one page of all its tokens.
+struct Slot {
+  int page, offset;
+  PK_DEVICE bool exists() const { return page >= 0; }
+};
+
+struct Pages {
+  const int* table = nullptr;  // [batch, max_pages_per_seq], null when ragged
+  int64_t table_stride = 0;
+  Divider page_size;
+
+  // `first` is the sequence's first token in a ragged tensor.
+  PK_DEVICE Slot slot(int batch, int first, int token) const {
+    if (!table) return {0, first + token};
+    const int index = page_size.quotient(token);
+    return {table[batch * table_stride + index], page_size.remainder(token, index)};
+  }
+};
+
+// Keys or values [pages, page_size, kv_heads, dim], or [tokens, kv_heads, dim]: bytes between neighbours.
+struct TokenRows {
+  const char* data = nullptr;
+  int64_t page = 0, token = 0, head = 0;
+
+  TokenRows() = default;
+  explicit TokenRows(const Tensor& t) : data(t.as<const char>()) {
+    const int64_t bytes = size_of(t.dtype);
+    page = t.ndim == 4 ? t.stride[0] * bytes : 0;
+    token = t.stride[t.ndim - 3] * bytes;
+    head = t.stride[t.ndim - 2] * bytes;
+  }
+  PK_DEVICE const char* row(Slot s, int kv_head) const { return data + s.page * page + s.offset * token + kv_head * head; }
+};
+
+// Scales of codes: one, one per kv head, or one per slot and kv head. Strides are 0 where a scale is shared.
+struct Scales {
+  const float* data = nullptr;
+  int64_t page = 0, token = 0, head = 0;
+  bool per_token = false;
+
+  Scales() = default;
+  explicit Scales(const Tensor& t) {
+    if (!t) return;
+    data = t.as<const float>();
+    per_token = t.ndim == 3;
+    if (per_token) page = t.stride[0], token = t.stride[1];
+    if (t.ndim > 0) head = t.stride[t.ndim - 1];
+  }
+  PK_DEVICE float at(Slot s, int kv_head) const { return data[s.page * page + s.offset * token + kv_head * head]; }
+  PK_DEVICE float shared(int kv_head) const { return data[kv_head * head]; }  // where they are not per token
+};
+
+}  // namespace pk::device
