@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kCountThreads) count_kernel(const History h) {
 
 struct Call {
   const ChunkStats* stats;
-  LogitRow y, raw;  // of row 0: adjusted, as given
-  int64_t y_row, raw_row;
+  LogitRow y, reported;  // of row 0: adjusted; what log-probabilities are of
+  int64_t y_row, reported_row;
   int chunks;
   RowFilters filters;
   const int64_t *seeds, *positions;
@@ -93,16 +93,12 @@ __global__ void __launch_bounds__(kRowThreads, 1) draw_kernel(const Call call) {
       id = race_of_chunks(stats, call.chunks, c, noise, space.partial);
     }
   }
-  LogitRow reported = row_of(call.y, row * call.y_row);
-  if (call.logprob && call.report_raw && all.valid) {
-    kept = combine_raw(stats, call.chunks, sums);
-    reported = row_of(call.raw, row * call.raw_row);
-  }
+  if (call.report_raw && all.valid) kept = combine_raw(stats, call.chunks, sums);
   if (threadIdx.x != 0) return;
   call.ids[row * call.ids_stride] = id;
   call.valid[row * call.valid_stride] = all.valid;
   if (!call.logprob) return;
-  const float z = all.valid ? heated(reported.at(id), kept.top, kept.heat) : 0.f;
+  const float z = all.valid ? heated(row_of(call.reported, row * call.reported_row).at(id), kept.top, kept.heat) : 0.f;
   call.logprob[row * call.logprob_stride] = all.valid ? z - logf(static_cast<float>(kept.mass)) : NAN;
   call.kept[row] = kept;
 }
@@ -118,9 +114,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) top_kernel(const Call call) {
   float* logprobs = call.top_logprobs + row * call.top_logprobs_row;
   int found = 0;
   if (kept.valid) {
-    Candidates c{call.report_raw ? row_of(call.raw, row * call.raw_row) : row_of(call.y, row * call.y_row),
-                 {kept.top, kept.heat, kept.min_p, call.report_raw},
-                 kept.last};
+    Candidates c{row_of(call.reported, row * call.reported_row), {kept.top, kept.heat, kept.min_p, call.report_raw}, kept.last};
     const Census all = prepare(c, static_cast<uint64_t>(call.wanted), 1.f, space);
     found = all.count < static_cast<uint64_t>(call.wanted) ? static_cast<int>(all.count) : call.wanted;
     if (all.count > static_cast<uint64_t>(call.wanted)) {
@@ -199,9 +193,11 @@ Scan scan_of(const SampleParams& p, const Layout& l, char* scratch) {
 Call call_of(const SampleParams& p, const Layout& l, const Scan& s, char* scratch) {
   Call c{};
   c.stats = s.stats, c.chunks = static_cast<int>(chunks_of(s.vocab));
-  c.raw = {s.logits, s.type, s.wide, s.vocab}, c.raw_row = s.row_stride;
-  c.y = c.raw, c.y_row = c.raw_row;
+  const LogitRow given{s.logits, s.type, s.wide, s.vocab};
+  c.y = given, c.y_row = s.row_stride;
   if (l.adjusts) c.y = {s.adjust.rows, DType::f32, true, s.vocab}, c.y_row = l.row_size;
+  c.report_raw = s.raw;
+  c.reported = s.raw ? given : c.y, c.reported_row = s.raw ? s.row_stride : c.y_row;
   c.filters = {p.temperature.as<float>(), p.top_p.as<float>(), p.min_p.as<float>(), p.top_k.as<int32_t>(),
                p.temperature.stride[0],   p.top_p.stride[0],   p.min_p.stride[0],   p.top_k.stride[0]};
   c.seeds = s.seeds, c.seed_stride = s.seed_stride, c.positions = s.positions, c.position_stride = s.position_stride;
@@ -211,7 +207,6 @@ Call call_of(const SampleParams& p, const Layout& l, const Scan& s, char* scratc
   c.top_ids = p.top_ids.as<int64_t>(), c.top_ids_row = stride_of(p.top_ids, 0), c.top_ids_stride = p.top_ids ? p.top_ids.stride[1] : 0;
   c.top_logprobs = p.top_logprobs.as<float>(), c.top_logprobs_row = stride_of(p.top_logprobs, 0);
   c.top_logprobs_stride = p.top_logprobs ? p.top_logprobs.stride[1] : 0;
-  c.report_raw = s.raw;
   c.wanted = p.top_ids ? static_cast<int>(p.top_ids.size[1]) : 0;
   c.kept = reinterpret_cast<KeptRow*>(scratch + l.kept);
   return c;

@@ -11,20 +11,31 @@ constexpr float kLikely = 0x1p-14f;  // tokens less likely than this, against th
 
 struct SelectSpace {
   static constexpr int kBins = 256;
-  unsigned long long masses[kBins];
-  unsigned counts[kBins];
+  unsigned counts[kBins], masses[kBins], carries[kBins];  // masses in two words: there is no 64-bit addition in shared memory
   uint64_t partial[32];
   uint64_t low, high, above;
   unsigned count, listed;
   uint64_t list[kListedTokens];
 };
 
+PK_DEVICE void add_to_bin(SelectSpace& s, int bin, bool by_mass, float weight) {
+  atomicAdd(&s.counts[bin], 1u);
+  if (!by_mass) return;
+  const uint64_t mass = fixed_weight(weight);
+  const auto low = static_cast<unsigned>(mass);
+  const unsigned before = atomicAdd(&s.masses[bin], low), high = static_cast<unsigned>(mass >> 32) + (before + low < before);
+  if (high) atomicAdd(&s.carries[bin], high);
+}
+PK_DEVICE uint64_t amount_in_bin(const SelectSpace& s, int bin, bool by_mass) {
+  return by_mass ? uint64_t{s.carries[bin]} << 32 | s.masses[bin] : s.counts[bin];
+}
+
 // Warp 0: the bin, from the highest down, in which `target` is reached. Narrows [s.low, s.high] to it.
 PK_DEVICE void narrow(SelectSpace& s, uint64_t low, uint64_t high, int shift, uint64_t above, bool by_mass, uint64_t target) {
   constexpr int kEach = SelectSpace::kBins / 32;
   const int lane = static_cast<int>(threadIdx.x), highest = SelectSpace::kBins - 1 - lane * kEach;
   uint64_t own = 0;
-  for (int i = 0; i < kEach; i++) own += by_mass ? s.masses[highest - i] : s.counts[highest - i];
+  for (int i = 0; i < kEach; i++) own += amount_in_bin(s, highest - i, by_mass);
   uint64_t until = own;
   for (int step = 1; step < 32; step *= 2) {
     const uint64_t before = __shfl_up_sync(kFullWarp, until, static_cast<unsigned>(step));
@@ -35,7 +46,7 @@ PK_DEVICE void narrow(SelectSpace& s, uint64_t low, uint64_t high, int shift, ui
   uint64_t sum = above + until - own;
   int bin = highest;
   for (;; bin--) {
-    const uint64_t amount = by_mass ? s.masses[bin] : s.counts[bin];
+    const uint64_t amount = amount_in_bin(s, bin, by_mass);
     if (sum + amount >= target || bin == highest - kEach + 1) break;
     sum += amount;
   }
@@ -52,13 +63,12 @@ PK_DEVICE uint64_t last_token(const Candidates& c, uint64_t low, uint64_t high, 
   uint64_t above = 0;
   for (;;) {
     const int bits = 64 - __clzll(static_cast<long long>(high - low)), shift = bits > 8 ? bits - 8 : 0;
-    for (int i = static_cast<int>(threadIdx.x); i < SelectSpace::kBins; i += static_cast<int>(blockDim.x)) s.masses[i] = s.counts[i] = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < SelectSpace::kBins; i += static_cast<int>(blockDim.x))
+      s.counts[i] = s.masses[i] = s.carries[i] = 0;
     __syncthreads();
     c.each([&](uint64_t token, float weight) {
       if (token < low || token > high) return;
-      const auto bin = static_cast<int>((token - low) >> shift);
-      atomicAdd(&s.counts[bin], 1u);
-      if (by_mass) atomicAdd(&s.masses[bin], static_cast<unsigned long long>(fixed_weight(weight)));
+      add_to_bin(s, static_cast<int>((token - low) >> shift), by_mass, weight);
     });
     __syncthreads();
     if (threadIdx.x < 32) narrow(s, low, high, shift, above, by_mass, target);
