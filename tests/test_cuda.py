@@ -5,34 +5,124 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from pykernels.contract import OPS
-from pykernels.testing import Case, cases, check_case
-from pykernels.testing.compare import same_bits
+from pykernels.cuda import CudaBackend
+from pykernels.testing import Case, cases
+from pykernels.testing.compare import Snapshot, judge, same_bits
 from pykernels.testing.emulated_cuda import EmulatedCuda
 from pykernels.testing.emulation_build import available
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
-SCHEDULES = ({"schedule": "forward"}, {"schedule": "random", "seed": 2}, {"schedule": "random", "seed": 3})
+OTHER_SCHEDULES = ({"schedule": "random", "seed": 2}, {"schedule": "random", "seed": 3})
+TENSOR_CORES = ("paged_decode_attention",)  # take 16-bit floats: cases in float32 are cast to both kinds
+SLOW = ("paged_decode_attention",)  # outside the smoke subset
 
 
 def table() -> list[Any]:
-    return [pytest.param(case, id=str(case)) for op in OPS for case in cases(op) if "vast" not in case.name]
+    """Every case: (case, the dtype that its float32 tensors are cast to or None)."""
+    found = []
+    for op in OPS:
+        for case in cases(op):
+            if "vast" in case.name:
+                continue
+            dtypes = (torch.bfloat16, torch.float16) if op in TENSOR_CORES and is_float32(case) else (None,)
+            marks = [pytest.mark.slow] if op in SLOW and not case.smoke else []
+            found += [
+                pytest.param(case, d, id=f"{case}-{d}" if d else str(case), marks=marks)
+                for d in (dtypes if case.smoke or len(dtypes) == 1 else dtypes[:1])
+            ]
+    return found
 
 
-@pytest.mark.parametrize("case", table())
-def test_agrees_with_the_reference_under_every_schedule(case: Case) -> None:
-    backends = [EmulatedCuda(**settings) for settings in SCHEDULES]
-    if not hasattr(backends[0].native(), case.op):
+def is_float32(case: Case) -> bool:
+    return case.args()["q"].dtype == torch.float32
+
+
+def arguments(case: Case, dtype: torch.dtype | None) -> dict[str, Any]:
+    args = case.args()
+    if dtype is not None:
+        for name in ("q", "k_cache", "v_cache", "out"):
+            if args[name].dtype == torch.float32:
+                args[name] = args[name].to(dtype)
+    return args
+
+
+@pytest.mark.parametrize(("case", "dtype"), table())
+def test_agrees_with_the_reference_under_every_schedule(case: Case, dtype: torch.dtype | None) -> None:
+    backend = EmulatedCuda()
+    if not hasattr(backend.native(), case.op):
         pytest.skip(f"{case.op} has no CUDA kernel")
-    if reasons := backends[0].refuses(case.op, case.args()):
+    args = arguments(case, dtype)
+    if reasons := backend.refuses(case.op, args):
         pytest.skip("; ".join(reasons))
-    check_case(case, backends[0].run)
-    outputs = []
-    for backend in backends:
-        args = case.args()
-        backend.run(case.op, args)
-        outputs.append([args[t.name].clone() for t in OPS[case.op].tensors if t.mutated and args[t.name] is not None])
-    for other in outputs[1:]:
-        assert all(same_bits(a, b).all() for a, b in zip(outputs[0], other, strict=True))
+    before = Snapshot(args)
+    backend.run(case.op, args)
+    assert not [v.reason for v in judge(case.op, before, args) if not v.ok]
+    assert backend.report.counters["matrix_bank_conflicts"] == 0
+    for settings in OTHER_SCHEDULES if case.smoke else ():
+        again = arguments(case, dtype)
+        EmulatedCuda(**settings).run(case.op, again)
+        for tensor in OPS[case.op].tensors:
+            if tensor.mutated and args[tensor.name] is not None:
+                assert same_bits(again[tensor.name], args[tensor.name]).all(), (settings, tensor.name)
+
+
+def decode_case(name: str) -> dict[str, Any]:
+    case = next(c for c in cases("paged_decode_attention") if c.name == name)
+    return arguments(case, torch.bfloat16)
+
+
+def decoded(args: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    args = args | changes
+    args |= {name: torch.full_like(args[name], torch.nan) for name in ("out", "lse") if args[name] is not None}
+    EmulatedCuda(races=False).run("paged_decode_attention", args)
+    return args
+
+
+def test_a_request_has_the_same_bits_alone_in_a_batch_and_with_a_wider_table() -> None:
+    args = decode_case("ragged")
+    together = decoded(args, lse=None)
+    wide = torch.nn.functional.pad(args["block_table"], (0, 40), value=-1)
+    assert torch.equal(decoded(args, lse=None, block_table=wide)["out"], together["out"])
+    for b in range(args["q"].shape[0]):
+        rows = {n: args[n][b : b + 1] for n in ("q", "block_table", "seqlens_k", "out")}
+        assert torch.equal(decoded(args, lse=None, **rows)["out"][0], together["out"][b])
+
+
+@pytest.mark.parametrize("split_size", [1, 7, 33, 100])
+def test_any_split_size_changes_only_rounding(split_size: int) -> None:
+    args = decode_case("ragged")
+    whole, split = decoded(args), decoded(args, split_size=split_size)
+    torch.testing.assert_close(split["out"], whole["out"], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(split["lse"], whole["lse"], atol=2e-5, rtol=1e-5)
+
+
+def test_decode_needs_exactly_the_workspace_that_it_asks_for() -> None:
+    args, backend = decode_case("ragged"), EmulatedCuda()
+    size = backend.scratch_bytes("paged_decode_attention", args)
+    assert not backend.refuses("paged_decode_attention", args | {"workspace": torch.empty(size, dtype=torch.uint8)})
+    (reason,) = backend.refuses(
+        "paged_decode_attention", args | {"workspace": torch.empty(size - 1, dtype=torch.uint8)}
+    )
+    assert str(size) in reason
+
+
+def test_what_the_kernels_do_not_take_is_refused_with_the_reason() -> None:
+    backend = EmulatedCuda()
+    case = next(c for c in cases("paged_decode_attention") if is_float32(c))
+    (reason,) = backend.refuses(case.op, case.args())
+    assert "float16 and bfloat16" in reason
+    refused = [c for c in cases("linear") if backend.refuses("linear", c.args())]
+    for c in refused:
+        args = c.args()
+        assert args["layout"] == "rows16" or args["activations"] != "float" or args["x"].shape[0] > 8, c
+
+
+def test_tensors_in_host_memory_are_refused_by_the_product() -> None:
+    case = next(iter(cases("rms_norm")))
+    if not CudaBackend().unavailable():
+        (reason,) = CudaBackend().refuses("rms_norm", case.args())
+        assert "not on a CUDA device" in reason

@@ -55,6 +55,12 @@ void bind_scratch(py::module_& m, const std::string& name, int64_t (*bytes)(cons
   m.def((name + "_scratch_bytes").c_str(), [bytes, make](Args... args) { return bytes(make(args...)); });
 }
 
+void register_attention(py::module_& m) {
+  bind(m, "paged_decode_attention", paged_decode_attention, make_paged_decode);
+  bind_scratch(m, "paged_decode_attention", paged_decode_attention_scratch_bytes, make_paged_decode);
+  bind(m, "merge_attention_states", merge_attention_states, make<MergeParams, 6>());
+}
+
 void register_kv_cache(py::module_& m) {
   bind(m, "append_kv", append_kv, make<AppendParams, 7>());
   bind(m, "rope_append_kv", rope_append_kv, make_rope_append);
@@ -95,6 +101,7 @@ const char* driver_error() {
 
 PYBIND11_MODULE(PK_MODULE, m) {
   m.def("driver_error", pk::cuda::driver_error);
+  pk::cuda::register_attention(m);
   pk::cuda::register_kv_cache(m);
   pk::cuda::register_sampling(m);
   pk::cuda::register_linear(m);

@@ -17,6 +17,10 @@ struct Launch {
   void* scratch = nullptr;  // aligned to 256 bytes
 };
 
+int64_t paged_decode_attention_scratch_bytes(const PagedDecodeParams&);
+cudaError_t paged_decode_attention(const PagedDecodeParams&, const Launch&);
+cudaError_t merge_attention_states(const MergeParams&, const Launch&);
+
 cudaError_t append_kv(const AppendParams&, const Launch&);
 cudaError_t rope_append_kv(const RopeAppendParams&, const Launch&);
 cudaError_t gather_kv(const GatherParams&, const Launch&);

@@ -61,7 +61,7 @@ class CudaBackend:
         if importlib.util.find_spec(family) is None:
             return []
         narrowing = getattr(importlib.import_module(family), f"refuses_{op_name}", None)
-        return [] if narrowing is None else narrowing(**args)
+        return [] if narrowing is None else narrowing(scratch_bytes=self.scratch_bytes(op_name, args), **args)
 
     def run(self, op_name: str, args: Mapping[str, Any]) -> None:
         """Launches the op on the current stream; it writes into the outputs among `args`."""

@@ -87,7 +87,10 @@ def _decode_tile(target: Target, shape: AttentionShape) -> Tile:
         # There is no transposing 8-bit ldmatrix: 16 rows (mma.sync) fetch V by about 100 byte loads a step, 64 rows
         # (wgmma, converted before shared memory) take 474 instructions instead of 739.
         return Tile(64, 64, 4, 3 if wide <= 128 else 2)
-    return Tile(16, 64, 4, 3 if wide <= 128 else 2)
+    stages, block_n = 3 if wide <= 128 else 2, 64
+    while stages * block_n * 2 * wide * 2 > target.shared_memory:  # 99 KiB on sm_86, sm_89 and sm_120
+        block_n //= 2
+    return Tile(16, block_n, 4, stages)
 
 
 SPLIT_TOKENS = 256  # the least a split reads: about 128 KiB of bfloat16 K and V, enough to hide its prologue

@@ -10,9 +10,9 @@ namespace pk::device {
 
 // By value to kernels. Made by `scores_of`.
 struct Scores {
-  int left, right;  // keys seen on either side of a query's own position; kUnbounded or more: all
+  int left, right;   // keys seen on either side of a query's own position; kUnbounded or more: all
   bool transformed;  // by softcap or ALiBi (or a scale that is not positive): scores come out of `transform` in units of log2
-  float scale;      // softmax_scale, times log2(e) unless `transformed`
+  float scale;       // softmax_scale, times log2(e) unless `transformed`
   float cap, inverse_cap;
   const float* slopes;  // [batch, num_heads] with these strides; null if there are none
   int64_t slopes_batch, slopes_head;
@@ -53,7 +53,8 @@ struct Span {
 
 // The keys that a query at absolute position `position` (row + seqlen_k - seqlen_q) sees.
 PK_DEVICE Span seen_by(const Scores& s, int position, int seqlen_k) {
-  return {s.left >= kUnbounded ? 0 : max(0, position - s.left), s.right >= kUnbounded ? seqlen_k - 1 : min(seqlen_k - 1, position + s.right)};
+  return {s.left >= kUnbounded ? 0 : max(0, position - s.left),
+          s.right >= kUnbounded ? seqlen_k - 1 : min(seqlen_k - 1, position + s.right)};
 }
 
 // Column of element i of this lane's fragment, and which of its two rows it belongs to.

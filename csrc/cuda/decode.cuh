@@ -1,0 +1,372 @@
+// Decode attention: one query token per sequence over a paged cache.
+//
+// A block takes one split of a sequence's keys for up to 16 query heads of a kv head, which are the rows of its matrix products.
+// Its four warps work on their own, 16 keys at a time: cp.async fills a ring of tiles, S = Q K^T and O += P V by mma.sync with O and
+// P in registers, online softmax; at the end the warps' states are merged through shared memory. A second kernel merges the splits.
+#pragma once
+#include "device/mask.cuh"
+#include "device/paged_kv.cuh"
+#include "device/quant.cuh"
+#include "device/softmax.cuh"
+#include "tiles.h"
+
+namespace pk::cuda {
+
+using namespace device;
+
+constexpr int kRows = 16, kKeys = 16, kWarps = 4, kThreads = 32 * kWarps;
+
+struct Decode {
+  const void* q;
+  int64_t q_sequence, q_head;  // in elements
+  TokenRows k, v;
+  Pages pages;
+  Scales k_scale, v_scale;
+  DType code;  // of a quantised cache
+  const int* seqlens;
+  int64_t seqlens_stride;
+  Scores scores;
+  int64_t requested_split, most_splits;
+  int heads, kv_heads, dim, dim_v;
+  bool wide;  // rows of q, k and v allow 128-bit accesses
+  float* partial;
+  void* out;
+  DType type;
+  int64_t out_sequence, out_head;
+  float* lse;
+  int64_t lse_head, lse_sequence;
+
+  __host__ __device__ int group() const { return heads / kv_heads; }
+};
+
+// What a split leaves: weighted values [padded dim_v], then the maximum (of log2 scores) and the sum of weights.
+PK_DEVICE int64_t partial_floats(int dim_v) { return (dim_v + 2 + 3) / 4 * 4; }
+PK_DEVICE float* partial_of(const Decode& c, int sequence, int head, int64_t split) {
+  return c.partial + ((int64_t{sequence} * c.heads + head) * c.most_splits + split) * partial_floats(c.dim_v);
+}
+
+struct SplitKeys {
+  int first, end;  // seen keys [first, end) of this split
+  PK_DEVICE bool empty() const { return first >= end; }
+};
+PK_DEVICE int64_t split_size(const Decode& c, int seqlen) {
+  return c.requested_split > 0 ? c.requested_split : max(kMinSplit, (seqlen + kMaxSplits - 1) / kMaxSplits);
+}
+PK_DEVICE SplitKeys keys_of(const Decode& c, int seqlen, int64_t split) {
+  const int64_t size = split_size(c, seqlen);
+  const Span seen = seen_by(c.scores, seqlen - 1, seqlen);
+  const int64_t first = max(int64_t{seen.first}, split * size), end = min(int64_t{seen.last} + 1, (split + 1) * size);
+  return {static_cast<int>(min(first, int64_t{seqlen})), static_cast<int>(max(end, int64_t{0}))};
+}
+
+// A warp's shared memory: a ring of K and V tiles; for codes also one widened tile of each.
+template <int D, bool kCodes>
+struct Ring {
+  static constexpr int kStages = D == 256 ? 2 : 3;  // as much as leaves two blocks on a multiprocessor at D up to 128
+  static constexpr uint32_t kTile = kKeys * D * 2;  // widened
+  static constexpr uint32_t kStored = kCodes ? kKeys * D : kTile;
+  static constexpr uint32_t kBytes = 2 * kStages * kStored + (kCodes ? 2 * kTile : 0);
+  uint32_t base;
+
+  PK_DEVICE uint32_t k(int stage) const { return base + static_cast<uint32_t>(2 * stage) * kStored; }
+  PK_DEVICE uint32_t v(int stage) const { return k(stage) + kStored; }
+  PK_DEVICE uint32_t wide_k(int stage) const { return kCodes ? base + 2 * kStages * kStored : k(stage); }
+  PK_DEVICE uint32_t wide_v(int stage) const { return kCodes ? base + 2 * kStages * kStored + kTile : v(stage); }
+};
+template <int D, bool kCodes>
+constexpr size_t decode_shared_bytes() {
+  constexpr size_t states = kWarps * kRows * (D + 2) * sizeof(float);
+  return kRows * D * 2 + std::max<size_t>(kWarps * Ring<D, kCodes>::kBytes, states);
+}
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in a [rows][D] tile of 2-byte elements.
+template <int D>
+PK_DEVICE uint32_t swizzled(int row, int chunk) {
+  return static_cast<uint32_t>(row * D * 2 + ((chunk ^ (row & 7)) << 4));
+}
+
+// Where chunk `chunk` of row `row` of a stored tile lies. Codes are not read by ldmatrix and need no swizzle.
+template <int D, bool kCodes>
+PK_DEVICE uint32_t stored_at(int row, int chunk) {
+  if constexpr (kCodes) return static_cast<uint32_t>(row * D + chunk * 16);
+  return swizzled<D>(row, chunk);
+}
+
+// A 16-byte chunk of a row of `bytes`, zeros past its end or where there is none, by loads of single bytes.
+PK_DEVICE uint4 load_unaligned(const char* row, int at, int bytes, bool valid) {
+  uint32_t word[4] = {};
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    if (valid && at + i < bytes) word[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(row[at + i])) << (8 * (i % 4));
+  }
+  return {word[0], word[1], word[2], word[3]};
+}
+
+// One of K and V: 16 keys from `key`. Lane r < 16 knows the slot of row r.
+template <int D, bool kCodes>
+PK_DEVICE void fetch_rows(const Decode& c, const TokenRows& rows, int kv_head, Slot own, int live, int dim, uint32_t to) {
+  constexpr int kChunks = kCodes ? D / 16 : D / 8;
+  const int lane = static_cast<int>(threadIdx.x) % 32, bytes = kCodes ? dim : 2 * dim;
+#pragma unroll 4  // enough copies under way; all of them would take the registers of O
+  for (int i = lane; i < kKeys * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const Slot slot{__shfl_sync(kFullWarp, own.page, row), __shfl_sync(kFullWarp, own.offset, row)};
+    const bool valid = row < live && chunk * 16 < bytes;
+    const char* from = valid ? rows.row(slot, kv_head) : rows.data;
+    if (c.wide) {
+      cp_async_16(to + stored_at<D, kCodes>(row, chunk), valid ? from + chunk * 16 : from, valid);
+    } else {
+      store_shared_128(to + stored_at<D, kCodes>(row, chunk), load_unaligned(from, chunk * 16, bytes, valid));
+    }
+  }
+}
+
+// 16 codes to two chunks of T, times `scale`.
+template <class T, int D>
+PK_DEVICE void widen_chunk(DType code, uint32_t from, uint32_t to, int row, int chunk, float scale) {
+  const uint4 v = load_shared_128(from + static_cast<uint32_t>(row * D + chunk * 16));
+  const uint32_t four[4] = {v.x, v.y, v.z, v.w};
+  uint32_t pairs[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const uint32_t two = four[i / 2] >> (16 * (i % 2));
+    pairs[i] = pack<T>(decode(code, two & 0xffu) * scale, decode(code, two >> 8 & 0xffu) * scale);
+  }
+  store_shared_128(to + swizzled<D>(row, 2 * chunk), {pairs[0], pairs[1], pairs[2], pairs[3]});
+  store_shared_128(to + swizzled<D>(row, 2 * chunk + 1), {pairs[4], pairs[5], pairs[6], pairs[7]});
+}
+
+template <class T, int D>
+PK_DEVICE void widen_tile(DType code, uint32_t from, uint32_t to, float own_scale) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int i = lane; i < kKeys * D / 16; i += 32) {
+    const int row = i / (D / 16);
+    widen_chunk<T, D>(code, from, to, row, i % (D / 16), __shfl_sync(kFullWarp, own_scale, row));
+  }
+}
+
+// The block's query rows, [16][D] swizzled, zeros where there is no head or past the head dim.
+template <int D>
+PK_DEVICE void load_queries(const Decode& c, int sequence, int head0, int live, uint32_t to) {
+  const char* q = static_cast<const char*>(c.q) + 2 * (sequence * c.q_sequence + head0 * c.q_head);
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * D / 8; i += kThreads) {
+    const int row = i / (D / 8), chunk = i % (D / 8);
+    const bool valid = row < live && chunk * 8 < c.dim;
+    const char* from = q + 2 * (valid ? row : 0) * c.q_head;
+    uint4 v = {};
+    if (valid) v = c.wide ? load_global_128(from + chunk * 16) : load_unaligned(from, chunk * 16, 2 * c.dim, true);
+    store_shared_128(to + swizzled<D>(row, chunk), v);
+  }
+}
+
+// S = Q K^T for 16 keys.
+template <class T, int D>
+PK_DEVICE void scores_of_tile(float (&s)[8], uint32_t queries, uint32_t keys) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    uint32_t q[4], f[4];  // queries stay in shared memory: at head_dim 256 they and O would not fit the registers
+    ldmatrix(q, queries + swizzled<D>(lane % 16, k * 2 + lane / 16));
+    ldmatrix(f, keys + swizzled<D>(lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+    mma<T>(reinterpret_cast<float (&)[4]>(s[0]), q, f[0], f[1]);
+    mma<T>(reinterpret_cast<float (&)[4]>(s[4]), q, f[2], f[3]);
+  }
+}
+
+// O += P V.
+template <class T, int D>
+PK_DEVICE void accumulate(float (&o)[D / 2], const float (&p)[8], uint32_t values) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t a[4] = {pack<T>(p[0], p[1]), pack<T>(p[2], p[3]), pack<T>(p[4], p[5]), pack<T>(p[6], p[7])};
+#pragma unroll
+  for (int n = 0; n < D / 16; n++) {
+    uint32_t f[4];
+    ldmatrix_trans(f, values + swizzled<D>(lane % 16, n * 2 + lane / 16));
+    mma<T>(reinterpret_cast<float (&)[4]>(o[8 * n]), a, f[0], f[1]);
+    mma<T>(reinterpret_cast<float (&)[4]>(o[8 * n + 4]), a, f[2], f[3]);
+  }
+}
+
+// A warp's 16 keys beginning at `key`, of which `live` are seen: on their way to a stage, and what must be known of them later.
+struct Fetched {
+  int key = 0, live = 0;
+  float k_scale = 1.f, v_scale = 1.f;  // of row lane % 16
+};
+
+template <int D, bool kCodes>
+PK_DEVICE Fetched fetch(const Decode& c, const Ring<D, kCodes>& ring, int stage, int sequence, int kv_head, int key, int end) {
+  const int row = static_cast<int>(threadIdx.x) % kKeys;
+  Fetched f{key, min(kKeys, end - key)};
+  const Slot own = row < f.live ? c.pages.slot(sequence, 0, key + row) : Slot{0, 0};
+  fetch_rows<D, kCodes>(c, c.k, kv_head, own, f.live, c.dim, ring.k(stage));
+  fetch_rows<D, kCodes>(c, c.v, kv_head, own, f.live, c.dim_v, ring.v(stage));
+  if (kCodes && row < f.live) {
+    f.k_scale = c.k_scale.at(own, kv_head);
+    f.v_scale = c.v_scale.at(own, kv_head);
+  }
+  return f;
+}
+
+// Softmax state and weighted values of a warp after its share of a split.
+template <int D>
+struct WarpState {
+  RowState rows;
+  float o[D / 2] = {};
+};
+
+template <class T, int D, bool kCodes>
+PK_DEVICE void attend_tile(const Decode& c, const Ring<D, kCodes>& ring, int stage, const Fetched& f, uint32_t queries, int position,
+                           const float (&slope)[2], WarpState<D>& state) {
+  if constexpr (kCodes) {
+    widen_tile<T, D>(c.code, ring.k(stage), ring.wide_k(stage), 1.f);
+    widen_tile<T, D>(c.code, ring.v(stage), ring.wide_v(stage), f.v_scale);
+    __syncwarp();
+  }
+  float s[8] = {}, shrink[2];
+  scores_of_tile<T, D>(s, queries, ring.wide_k(stage));
+  if constexpr (kCodes) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) s[i] *= __shfl_sync(kFullWarp, f.k_scale, column_of(i));
+  }
+  if (c.scores.transformed) {
+    const int positions[2] = {position, position};
+    transform(s, c.scores, positions, slope, f.key);
+  }
+  if (f.live < kKeys) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (column_of(i) >= f.live) s[i] = -INFINITY;
+    }
+  }
+  state.rows.update(s, c.scores.softmax_scale(), shrink);
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) state.o[i] *= shrink[row_of(i)];
+  accumulate<T, D>(state.o, s, ring.wide_v(stage));
+}
+
+// The warps' states, merged row by row in the order of the warps, to the split's partial result.
+template <int D>
+PK_DEVICE void merge_warps(const Decode& c, WarpState<D>& state, float* shared, int sequence, int head0, int live, int64_t split) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  float* maxima = shared + kWarps * kRows * D;
+  float* sums = maxima + kWarps * kRows;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float total = state.rows.sum[r];
+    total += __shfl_xor_sync(kFullWarp, total, 1);
+    total += __shfl_xor_sync(kFullWarp, total, 2);
+    const int row = lane / 4 + 8 * r;
+    if (lane % 4 == 0) {
+      maxima[warp * kRows + row] = state.rows.maximum[r] * c.scores.softmax_scale();
+      sums[warp * kRows + row] = total;
+    }
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) {
+      float* to = shared + (warp * kRows + row) * D + i * 8 + lane % 4 * 2;
+      to[0] = state.o[4 * i + 2 * r];
+      to[1] = state.o[4 * i + 2 * r + 1];
+    }
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < live * D; i += kThreads) {
+    const int row = i / D, column = i % D;
+    float peak = -INFINITY, total = 0.f, value = 0.f;
+    for (int w = 0; w < kWarps; w++) peak = fmaxf(peak, maxima[w * kRows + row]);
+    for (int w = 0; w < kWarps; w++) {
+      // A warp that met nothing must not spoil the others: its weight is 0, whatever exp2 makes of -inf - -inf.
+      const float m = maxima[w * kRows + row],
+                  weight = m == -INFINITY && peak != -INFINITY ? 0.f : exp2f(peak == -INFINITY ? 0.f : m - peak);
+      total += weight * sums[w * kRows + row];
+      value += weight * shared[(w * kRows + row) * D + column];
+    }
+    float* to = partial_of(c, sequence, head0 + row, split);
+    if (column < c.dim_v) to[column] = value;
+    if (column == 0) {
+      to[c.dim_v] = peak;
+      to[c.dim_v + 1] = total;
+    }
+  }
+}
+
+// Blocks on a multiprocessor at least: what the registers of O allow.
+template <int D>
+constexpr int kBlocks = D == 64 ? 4 : 2;
+
+template <class T, int D, bool kCodes>
+__global__ void __launch_bounds__(kThreads, kBlocks<D>) decode_kernel(const __grid_constant__ Decode c) {
+  PK_DYNAMIC_SHARED(smem);
+  using Tiles = Ring<D, kCodes>;
+  const int row_tiles = (c.group() + kRows - 1) / kRows, kv_head = static_cast<int>(blockIdx.y) / row_tiles;
+  const int head0 = kv_head * c.group() + static_cast<int>(blockIdx.y) % row_tiles * kRows;
+  const int live = min(kRows, (kv_head + 1) * c.group() - head0), sequence = static_cast<int>(blockIdx.z);
+  const int seqlen = c.seqlens[sequence * c.seqlens_stride];
+  const SplitKeys keys = keys_of(c, seqlen, blockIdx.x);
+  if (keys.empty()) return;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t q_tile = shared_address(smem);
+  const Tiles ring{q_tile + kRows * D * 2 + static_cast<uint32_t>(warp) * Tiles::kBytes};
+  const auto key_of = [&](int turn) { return keys.first + (turn * kWarps + warp) * kKeys; };
+
+  load_queries<D>(c, sequence, head0, live, q_tile);
+  Fetched fetched[Tiles::kStages];
+#pragma unroll
+  for (int stage = 0; stage < Tiles::kStages - 1; stage++) {
+    if (key_of(stage) < keys.end) fetched[stage] = fetch<D, kCodes>(c, ring, stage, sequence, kv_head, key_of(stage), keys.end);
+    cp_async_commit();
+  }
+  __syncthreads();
+  float slope[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) slope[r] = slope_of(c.scores, sequence, min(head0 + lane / 4 + 8 * r, c.heads - 1));
+
+  WarpState<D> state;
+  for (int turn = 0; key_of(turn) < keys.end; turn += Tiles::kStages) {
+#pragma unroll
+    for (int stage = 0; stage < Tiles::kStages; stage++) {
+      if (key_of(turn + stage) >= keys.end) break;
+      const int ahead = turn + stage + Tiles::kStages - 1, slot = (stage + Tiles::kStages - 1) % Tiles::kStages;
+      __syncwarp();  // the tile that is refilled has been read by every lane
+      if (key_of(ahead) < keys.end) fetched[slot] = fetch<D, kCodes>(c, ring, slot, sequence, kv_head, key_of(ahead), keys.end);
+      cp_async_commit();
+      cp_async_wait<Tiles::kStages - 1>();
+      __syncwarp();
+      attend_tile<T, D, kCodes>(c, ring, stage, fetched[stage], q_tile, seqlen - 1, slope, state);
+    }
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // tiles become room for states
+  merge_warps<D>(c, state, reinterpret_cast<float*>(smem + kRows * D * 2), sequence, head0, live, blockIdx.x);
+}
+
+// The splits of one (head, sequence), in order, to its row of out.
+template <class T>
+__global__ void __launch_bounds__(kThreads) merge_splits_kernel(const __grid_constant__ Decode c) {
+  const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), seqlen = c.seqlens[sequence * c.seqlens_stride];
+  const int64_t splits = min(c.most_splits, (seqlen + split_size(c, seqlen) - 1) / split_size(c, seqlen));
+  float peak = -INFINITY, total = 0.f;
+  for (int64_t i = 0; i < splits; i++) {
+    if (!keys_of(c, seqlen, i).empty()) peak = fmaxf(peak, partial_of(c, sequence, head, i)[c.dim_v]);
+  }
+  const float base = peak == -INFINITY ? 0.f : peak;
+  for (int64_t i = 0; i < splits; i++) {
+    if (keys_of(c, seqlen, i).empty()) continue;
+    const float* p = partial_of(c, sequence, head, i);
+    total += exp2f(p[c.dim_v] - base) * p[c.dim_v + 1];
+  }
+  const float scale = total == 0.f ? 0.f : 1.f / (total + exp2f(sink_of(c.scores, head) - base));
+  if (threadIdx.x == 0 && c.lse) {
+    c.lse[head * c.lse_head + sequence * c.lse_sequence] = total == 0.f ? -INFINITY : (peak + log2f(total)) * kLn2;
+  }
+  for (int column = static_cast<int>(threadIdx.x); column < c.dim_v; column += kThreads) {
+    float value = 0.f;
+    for (int64_t i = 0; i < splits; i++) {
+      if (keys_of(c, seqlen, i).empty()) continue;
+      const float* p = partial_of(c, sequence, head, i);
+      value += exp2f(p[c.dim_v] - base) * p[column];
+    }
+    store_float(c.type, c.out, sequence * c.out_sequence + head * c.out_head + column, value * scale);
+  }
+}
+
+}  // namespace pk::cuda
