@@ -161,7 +161,7 @@ PK_INLINE void add_group(const DotGroup<F>& g, int part, const uint8_t* x, const
 }
 
 // Narrow tiles wait for weights, and the hardware prefetcher stops at every page: a quarter of the bandwidth.
-constexpr int kPrefetchBytes = 2048, kPrefetchWidth = 4;
+constexpr int kPrefetchBytes = 8192, kPrefetchWidth = 4;
 template <WeightFormat F>
 inline void prefetch_group(const uint8_t* codes) {
   constexpr int bytes = F == WeightFormat::q4_0 ? 288 : F == WeightFormat::q4_1 ? 320 : 544;

@@ -49,9 +49,7 @@ struct SplitKeys {
   int first, end;  // seen keys [first, end) of this split
   PK_DEVICE bool empty() const { return first >= end; }
 };
-PK_DEVICE int64_t split_size(const Decode& c, int seqlen) {
-  return c.requested_split > 0 ? c.requested_split : max(kMinSplit, (seqlen + kMaxSplits - 1) / kMaxSplits);
-}
+PK_DEVICE int64_t split_size(const Decode& c, int seqlen) { return split_keys(c.requested_split, seqlen); }
 PK_DEVICE SplitKeys keys_of(const Decode& c, int seqlen, int64_t split) {
   const int64_t size = split_size(c, seqlen);
   const Span seen = seen_by(c.scores, seqlen - 1, seqlen);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace pk::cuda {
+namespace pk::cuda {  // constexpr: for kernels too
 
 // Head dims are padded to the next of these with zeros: each is a build of its own.
 inline int padded_head_dim(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
@@ -11,7 +11,7 @@ inline int padded_head_dim(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 1
 // Keys of a split of decode attention, from a sequence's own length alone, so that its bits do not depend on the batch.
 // 256: below it the merge costs as much as it saves. At most 64 splits: a block each for every multiprocessor at 8 kv heads.
 constexpr int64_t kMinSplit = 256, kMaxSplits = 64;
-inline int64_t split_keys(int64_t requested, int64_t keys) {
+constexpr int64_t split_keys(int64_t requested, int64_t keys) {
   if (requested > 0) return requested;
   return std::max(kMinSplit, (keys + kMaxSplits - 1) / kMaxSplits);
 }
