@@ -3,7 +3,7 @@
     cuda_figures.py            compare the objects of the last build with ci/cuda_figures.json
     cuda_figures.py --write    replace the figures
 
-It fails on a spill or any local memory, on tensor-core instructions or 128-bit loads that have vanished, on registers that grew by
+It fails on a spill or any local memory (but for SPILLS_ALLOWED, with its reason), on tensor-core instructions or 128-bit loads that have vanished, on registers that grew by
 more than a tenth, on a kernel that is missing from the table, and on a row whose kernel is gone. `ci/build_cuda.sh` runs it.
 """
 
@@ -36,6 +36,9 @@ INSTRUCTIONS = {
     "store_128": r"STG\.\S*128",
     "local": r"(?:LDL|STL)\b",
 }
+# Bytes that a kernel may keep in local memory, by the beginning of its label. Prefill of 256 columns: the output alone is half of
+# the registers, and a few values that the main loop does not change find no room.
+SPILLS_ALLOWED = {"prefill_bf16/prefill<__nv_bfloat16, 256": 64, "prefill_f16/prefill<__half, 256": 64}
 KEPT = ("hmma", "imma", "hgmma", "async_copy_128", "tma", "load_128", "store_128")  # may not vanish
 
 
@@ -111,9 +114,10 @@ def measure() -> Iterator[tuple[str, Row]]:
 def complaints(label: str, row: Row, known: Row | None) -> list[str]:
     """What is wrong with one row."""
     found = []
-    if row["spills"]:
+    allowed = max((n for start, n in SPILLS_ALLOWED.items() if label.startswith(start)), default=0)
+    if row["spills"] > allowed:
         found.append(f"{row['spills']} bytes of spills")
-    if row["stack"] or row["local"]:
+    if row["stack"] > allowed or (row["local"] and not allowed):
         found.append(f"local memory: {row['stack']} bytes, {row['local']} instructions")
     if known is None:
         found.append("no row in the table: run ci/build_cuda.sh --write")

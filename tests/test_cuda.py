@@ -17,8 +17,9 @@ from pykernels.testing.emulation_build import available
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
 OTHER_SCHEDULES = ({"schedule": "random", "seed": 2}, {"schedule": "random", "seed": 3})
-TENSOR_CORES = ("paged_decode_attention",)  # take 16-bit floats: cases in float32 are cast to both kinds
-SLOW = ("paged_decode_attention",)  # outside the smoke subset
+ATTENTION = ("prefill_attention", "paged_prefill_attention", "paged_decode_attention")
+TENSOR_CORES = ATTENTION  # take 16-bit floats: cases in float32 are cast to both kinds
+SLOW = ATTENTION  # outside the smoke subset
 
 
 def table() -> list[Any]:
@@ -44,8 +45,8 @@ def is_float32(case: Case) -> bool:
 def arguments(case: Case, dtype: torch.dtype | None) -> dict[str, Any]:
     args = case.args()
     if dtype is not None:
-        for name in ("q", "k_cache", "v_cache", "out"):
-            if args[name].dtype == torch.float32:
+        for name in ("q", "k", "v", "k_cache", "v_cache", "out"):
+            if name in args and args[name].dtype == torch.float32:
                 args[name] = args[name].to(dtype)
     return args
 

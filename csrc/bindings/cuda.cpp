@@ -56,6 +56,8 @@ void bind_scratch(py::module_& m, const std::string& name, int64_t (*bytes)(cons
 }
 
 void register_attention(py::module_& m) {
+  bind(m, "prefill_attention", prefill_attention, make_prefill);
+  bind(m, "paged_prefill_attention", paged_prefill_attention, make_paged_prefill);
   bind(m, "paged_decode_attention", paged_decode_attention, make_paged_decode);
   bind_scratch(m, "paged_decode_attention", paged_decode_attention_scratch_bytes, make_paged_decode);
   bind(m, "merge_attention_states", merge_attention_states, make<MergeParams, 6>());

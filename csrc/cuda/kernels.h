@@ -36,6 +36,9 @@ cudaError_t philox_uniform(const PhiloxParams&, const Launch&);
 cudaError_t linear(const LinearParams&, const Launch&);
 cudaError_t embedding(const EmbeddingParams&, const Launch&);
 
+cudaError_t prefill_attention(const PrefillParams&, const Launch&);
+cudaError_t paged_prefill_attention(const PagedPrefillParams&, const Launch&);
+
 cudaError_t rms_norm(const RmsNormParams&, const Launch&);
 cudaError_t rotary_embedding(const RotaryParams&, const Launch&);
 cudaError_t gated_activation(const GatedActivationParams&, const Launch&);

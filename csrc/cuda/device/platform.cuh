@@ -69,6 +69,7 @@ PK_DEVICE uint4 load_shared_128(uint32_t address) {
 PK_DEVICE void store_shared_128(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+PK_DEVICE void store_shared_32(uint32_t address, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 
 // A turn of a spin loop.
 PK_DEVICE void spin_hint() { __nanosleep(20); }
@@ -105,6 +106,7 @@ PK_DEVICE uint4 load_global_128_stream(const void* p) { return emu::load_vector(
 PK_DEVICE void store_global_128(void* p, uint4 v) { emu::store_vector(p, v); }
 PK_DEVICE uint4 load_shared_128(uint32_t address) { return emu::load_vector(::emu::self().shared + address); }
 PK_DEVICE void store_shared_128(uint32_t address, uint4 v) { emu::store_vector(::emu::self().shared + address, v); }
+PK_DEVICE void store_shared_32(uint32_t address, uint32_t v) { *reinterpret_cast<uint32_t*>(::emu::self().shared + address) = v; }
 
 inline void spin_hint(EMU_HERE) { emu::yield(EMU_SITE); }
 

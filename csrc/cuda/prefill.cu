@@ -1,0 +1,65 @@
+// Prefill attention: from the contract's arguments to a launch.
+#include "aligned.h"
+#include "kernels.h"
+#include "prefill.h"
+
+namespace pk::cuda {
+namespace {
+
+using namespace device;
+
+TileSource source_of(const Tensor& t, const Tensor& scales) {
+  return {TokenRows(t), Scales(scales), t.dtype, static_cast<int>(t.size[t.ndim - 1]), rows_aligned(t)};
+}
+
+cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& v, int64_t max_seqlen_q, const Mask& mask, const Tensor& out,
+                const Tensor& lse, const Launch& launch_on) {
+  const int64_t heads = q.size[1], bytes = size_of(out.dtype);
+  if (q.size[0] == 0 || heads == 0) return cudaSuccess;
+  const PrefillShape shape = prefill_shape(q.size[2], v.size[v.ndim - 1]);
+  a.q = source_of(q, {});
+  a.out = out.as<char>();
+  a.out_row = out.stride[0] * bytes;
+  a.out_head = out.stride[1] * bytes;
+  a.out_aligned = rows_aligned(out);
+  if (lse) {
+    a.lse = lse.as<float>();
+    a.lse_head = lse.stride[0];
+    a.lse_row = lse.stride[1];
+  }
+  a.scores = scores_of(mask);
+  a.kv_heads = static_cast<int>(v.size[v.ndim - 2]);
+  a.group = static_cast<int>(heads / a.kv_heads);
+  a.total_q = static_cast<int>(q.size[0]);
+  a.dim_v = static_cast<int>(v.size[v.ndim - 1]);
+  a.row_blocks = static_cast<int>(std::max<int64_t>(1, (max_seqlen_q * a.group + shape.rows - 1) / shape.rows));
+  return q.dtype == DType::f16 ? launch_prefill<__half>(a, shape, launch_on.stream)
+                               : launch_prefill<__nv_bfloat16>(a, shape, launch_on.stream);
+}
+
+}  // namespace
+
+cudaError_t prefill_attention(const PrefillParams& p, const Launch& launch_on) {
+  PrefillArgs a{};
+  a.k = source_of(p.k, {});
+  a.v = source_of(p.v, {});
+  a.cu_seqlens_q = p.cu_seqlens_q.as<const int>();
+  a.cu_seqlens_k = p.cu_seqlens_k.as<const int>();
+  a.batch = static_cast<int>(p.cu_seqlens_q.size[0] - 1);
+  return run(a, p.q, p.v, p.max_seqlen_q, p.mask, p.out, p.lse, launch_on);
+}
+
+cudaError_t paged_prefill_attention(const PagedPrefillParams& p, const Launch& launch_on) {
+  PrefillArgs a{};
+  a.k = source_of(p.k_cache, p.k_scale);
+  a.v = source_of(p.v_cache, p.v_scale);
+  a.cu_seqlens_q = p.cu_seqlens_q.as<const int>();
+  a.seqlens_k = p.seqlens_k.as<const int>();
+  a.pages.table = p.block_table.as<const int>();
+  a.pages.table_stride = p.block_table.stride[0];
+  a.pages.page_size = Divider(p.k_cache.size[1]);
+  a.batch = static_cast<int>(p.seqlens_k.size[0]);
+  return run(a, p.q, p.v_cache, p.max_seqlen_q, p.mask, p.out, p.lse, launch_on);
+}
+
+}  // namespace pk::cuda

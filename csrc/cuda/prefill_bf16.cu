@@ -1,0 +1,7 @@
+#include "prefill.cuh"
+
+namespace pk::cuda {
+
+template cudaError_t launch_prefill<__nv_bfloat16>(const PrefillArgs&, const PrefillShape&, cudaStream_t);
+
+}  // namespace pk::cuda
