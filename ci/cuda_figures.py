@@ -3,8 +3,9 @@
     cuda_figures.py            compare the objects of the last build with ci/cuda_figures.json
     cuda_figures.py --write    replace the figures
 
-It fails on a spill or any local memory (but for SPILLS_ALLOWED, with its reason), on tensor-core instructions or 128-bit loads that have vanished, on registers that grew by
-more than a tenth, on a kernel that is missing from the table, and on a row whose kernel is gone. `ci/build_cuda.sh` runs it.
+It fails on a spill or any local memory (but for SPILLS_ALLOWED, with its reason), on tensor-core instructions or 128-bit
+loads that have vanished, on registers that grew by more than a tenth, on a kernel that is missing from the table, and on a
+row whose kernel is gone. `ci/build_cuda.sh` runs it.
 """
 
 from __future__ import annotations

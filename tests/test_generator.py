@@ -98,7 +98,7 @@ def total(parts: list[Divergence]) -> tuple[float, float]:
     return sum(p.kl * p.rows for p in parts) / rows, max(p.largest_missed_gap for p in parts)
 
 
-@pytest.mark.parametrize(("kv", "limit"), [("auto", 0.005), ("int8", 0.007)])
+@pytest.mark.parametrize(("kv", "limit"), [("auto", 0.002), ("int8", 0.003)])
 def test_quantised_prefill_stays_close_to_float32(kv: str, limit: float, cases: list[Case]) -> None:
     generator = Generator.from_pretrained(packaged(), kv=kv, max_batch=1)
     parts = [compare(c.rows, generator.engine.logits(c.teacher_ids).numpy()) for c in cases]
