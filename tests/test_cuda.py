@@ -43,11 +43,15 @@ def is_float32(case: Case) -> bool:
 
 
 def arguments(case: Case, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The case's arguments, numbers in float32 cast to `dtype` with their strides and the poison around them."""
     args = case.args()
-    if dtype is not None:
-        for name in ("q", "k", "v", "k_cache", "v_cache", "out"):
-            if name in args and args[name].dtype == torch.float32:
-                args[name] = args[name].to(dtype)
+    for name in ("q", "k", "v", "k_cache", "v_cache", "out") if dtype is not None else ():
+        value = args.get(name)
+        if value is not None and value.dtype == torch.float32:
+            buffer = torch.full((value.untyped_storage().nbytes() // 4,), torch.nan, dtype=dtype)
+            args[name] = buffer.as_strided(value.shape, value.stride(), value.storage_offset())
+            if name != "out":
+                args[name].copy_(value)
     return args
 
 
@@ -109,13 +113,17 @@ def test_decode_needs_exactly_the_workspace_that_it_asks_for() -> None:
         "paged_decode_attention", args | {"workspace": torch.empty(size - 1, dtype=torch.uint8)}
     )
     assert str(size) in reason
+    askew = torch.empty(size + 1, dtype=torch.uint8)[1:]
+    (reason,) = backend.refuses("paged_decode_attention", args | {"workspace": askew})
+    assert "aligned" in reason
 
 
 def test_what_the_kernels_do_not_take_is_refused_with_the_reason() -> None:
     backend = EmulatedCuda()
-    case = next(c for c in cases("paged_decode_attention") if is_float32(c))
-    (reason,) = backend.refuses(case.op, case.args())
-    assert "float16 and bfloat16" in reason
+    for op in ATTENTION:
+        case = next(c for c in cases(op) if is_float32(c))
+        (reason,) = backend.refuses(op, case.args())
+        assert "float16 and bfloat16" in reason
     refused = [c for c in cases("linear") if backend.refuses("linear", c.args())]
     for c in refused:
         args = c.args()

@@ -14,7 +14,7 @@ namespace pk::cuda {
 
 struct Launch {
   cudaStream_t stream = nullptr;
-  void* scratch = nullptr;  // aligned to 256 bytes
+  void* scratch = nullptr;  // aligned to 16 bytes
 };
 
 int64_t paged_decode_attention_scratch_bytes(const PagedDecodeParams&);

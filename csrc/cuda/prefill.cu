@@ -16,7 +16,7 @@ cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& v, int64_t max_seq
                 const Tensor& lse, const Launch& launch_on) {
   const int64_t heads = q.size[1], bytes = size_of(out.dtype);
   if (q.size[0] == 0 || heads == 0) return cudaSuccess;
-  const PrefillShape shape = prefill_shape(q.size[2], v.size[v.ndim - 1]);
+  const int dim = padded_head_dim(std::max(q.size[2], v.size[v.ndim - 1])), rows = prefill_rows(dim);
   a.q = source_of(q, {});
   a.out = out.as<char>();
   a.out_row = out.stride[0] * bytes;
@@ -32,9 +32,8 @@ cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& v, int64_t max_seq
   a.group = static_cast<int>(heads / a.kv_heads);
   a.total_q = static_cast<int>(q.size[0]);
   a.dim_v = static_cast<int>(v.size[v.ndim - 1]);
-  a.row_blocks = static_cast<int>(std::max<int64_t>(1, (max_seqlen_q * a.group + shape.rows - 1) / shape.rows));
-  return q.dtype == DType::f16 ? launch_prefill<__half>(a, shape, launch_on.stream)
-                               : launch_prefill<__nv_bfloat16>(a, shape, launch_on.stream);
+  a.row_blocks = static_cast<int>(std::max<int64_t>(1, (max_seqlen_q * a.group + rows - 1) / rows));
+  return q.dtype == DType::f16 ? launch_prefill<__half>(a, dim, launch_on.stream) : launch_prefill<__nv_bfloat16>(a, dim, launch_on.stream);
 }
 
 }  // namespace

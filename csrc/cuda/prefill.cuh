@@ -12,7 +12,7 @@ using namespace device;
 
 template <class T, int D>
 struct PrefillBlock {
-  static constexpr int kFragments = D <= 64 ? 2 : 1, kRows = 16 * kWarps * kFragments;
+  static constexpr int kRows = prefill_rows(D), kFragments = kRows / (16 * kWarps);
   static constexpr int kKeys = D <= 128 ? 64 : 32;  // scores of more do not fit in registers beside the output
   static constexpr uint32_t kQ = kRows * D * 2, kKV = kKeys * D * 2;
   static constexpr size_t kBytes = kQ + 2 * kKV;
@@ -240,9 +240,9 @@ cudaError_t launch_dim(const PrefillArgs& a, cudaStream_t stream) {
 }  // namespace
 
 template <class T>
-cudaError_t launch_prefill(const PrefillArgs& a, const PrefillShape& shape, cudaStream_t stream) {
-  if (shape.dim == 64) return launch_dim<T, 64>(a, stream);
-  return shape.dim == 128 ? launch_dim<T, 128>(a, stream) : launch_dim<T, 256>(a, stream);
+cudaError_t launch_prefill(const PrefillArgs& a, int dim, cudaStream_t stream) {
+  if (dim == 64) return launch_dim<T, 64>(a, stream);
+  return dim == 128 ? launch_dim<T, 128>(a, stream) : launch_dim<T, 256>(a, stream);
 }
 
 }  // namespace pk::cuda

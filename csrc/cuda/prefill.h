@@ -3,6 +3,7 @@
 #include "device/mask.cuh"
 #include "device/tile.cuh"
 #include "launch.h"
+#include "tiles.h"
 
 namespace pk::cuda {
 
@@ -20,20 +21,7 @@ struct PrefillArgs {
   bool out_aligned;
 };
 
-struct PrefillShape {
-  int dim;   // columns of a tile: 64, 128 or 256
-  int rows;  // query rows of a block
-};
-
-// Rows that a warp keeps in registers halve the reads of K and V; past 64 columns there is no room for two fragments.
-inline PrefillShape prefill_shape(int64_t head_dim, int64_t head_dim_v) {
-  const int64_t dim = std::max(head_dim, head_dim_v);
-  if (dim <= 64) return {64, 128};
-  if (dim <= 128) return {128, 64};
-  return {256, 64};
-}
-
 template <class T>
-cudaError_t launch_prefill(const PrefillArgs&, const PrefillShape&, cudaStream_t);
+cudaError_t launch_prefill(const PrefillArgs&, int dim, cudaStream_t);  // dim: padded
 
 }  // namespace pk::cuda

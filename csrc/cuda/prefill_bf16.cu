@@ -2,6 +2,6 @@
 
 namespace pk::cuda {
 
-template cudaError_t launch_prefill<__nv_bfloat16>(const PrefillArgs&, const PrefillShape&, cudaStream_t);
+template cudaError_t launch_prefill<__nv_bfloat16>(const PrefillArgs&, int, cudaStream_t);
 
 }  // namespace pk::cuda

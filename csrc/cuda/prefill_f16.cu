@@ -2,6 +2,6 @@
 
 namespace pk::cuda {
 
-template cudaError_t launch_prefill<__half>(const PrefillArgs&, const PrefillShape&, cudaStream_t);
+template cudaError_t launch_prefill<__half>(const PrefillArgs&, int, cudaStream_t);
 
 }  // namespace pk::cuda

@@ -6,7 +6,11 @@
 namespace pk::cuda {  // constexpr: for kernels too
 
 // Head dims are padded to the next of these with zeros: each is a build of its own.
-inline int padded_head_dim(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
+constexpr int padded_head_dim(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
+
+// Query rows of a block of prefill attention, by padded head dim. Two fragments a warp halve its reads of K and V; past 64 columns
+// there is no room for their outputs.
+constexpr int prefill_rows(int dim) { return dim <= 64 ? 128 : 64; }
 
 // Keys of a split of decode attention, from a sequence's own length alone, so that its bits do not depend on the batch.
 // 256: below it the merge costs as much as it saves. At most 64 splits: a block each for every multiprocessor at 8 kv heads.

@@ -6,13 +6,18 @@ from typing import Any
 
 import torch
 
+from .queries import refuses_queries
+
+ALIGNMENT = 16  # bytes, of memory for partial results: csrc/cuda/kernels.h
+
 
 def refuses_paged_decode_attention(
     *, scratch_bytes: int, q: torch.Tensor, workspace: torch.Tensor | None, **_: Any
 ) -> list[str]:
-    """The tensor cores take 16-bit floats; a workspace must hold the partial results of every split."""
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return [f"the tensor-core kernels take float16 and bfloat16 queries, got {str(q.dtype).removeprefix('torch.')}"]
+    """A workspace must hold the partial results of every split."""
+    reasons = refuses_queries(q)
     if workspace is not None and workspace.numel() < scratch_bytes:
-        return [f"workspace must have at least {scratch_bytes} bytes, got {workspace.numel()}"]
-    return []
+        reasons.append(f"workspace must have at least {scratch_bytes} bytes, got {workspace.numel()}")
+    if workspace is not None and workspace.data_ptr() % ALIGNMENT:
+        reasons.append(f"workspace must be aligned to {ALIGNMENT} bytes")
+    return reasons

@@ -1,4 +1,4 @@
-"""What the prefill kernels leave to other backends."""
+"""What the CUDA backend's prefill attention leaves to others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from .queries import refuses_queries
+
 
 def refuses_prefill_attention(*, q: torch.Tensor, **_: Any) -> list[str]:
-    if q.dtype == torch.float32:
-        return ["the tensor-core kernels take float16 and bfloat16, and q is float32"]
-    return []
+    return refuses_queries(q)
 
 
-refuses_paged_prefill_attention = refuses_prefill_attention
+def refuses_paged_prefill_attention(*, q: torch.Tensor, **_: Any) -> list[str]:
+    return refuses_queries(q)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from operator import is_
 
 import torch
 
@@ -228,7 +229,8 @@ class Engine:
     def _sampler_for(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampler:
         """The sampler of these requests over this buffer, kept for as long as both stay the same."""
         kept = self._sampler
-        if kept is None or kept.requests != tuple(requests) or kept.logits.data_ptr() != logits.data_ptr():
+        same = kept is not None and len(kept.requests) == len(requests) and all(map(is_, kept.requests, requests))
+        if kept is None or not same or kept.logits.data_ptr() != logits.data_ptr():
             kept = self._sampler = Sampler(requests, logits, self.decoder.backend, self.use_plan)
         return kept
 
