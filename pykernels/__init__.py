@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .kv_cache import PagedKVCache
 from .ops.activation import gated_activation
 from .ops.decode import merge_attention_states, paged_decode_attention
@@ -13,12 +15,17 @@ from .ops.rope import rotary_embedding
 from .ops.sampling import Sampled, philox_uniform, sample, verify_draft
 from .registry import backends
 
+if TYPE_CHECKING:
+    from .generator import Generator, SamplingParams
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "Generator",
     "PackedWeight",
     "PagedKVCache",
     "Sampled",
+    "SamplingParams",
     "append_kv",
     "backends",
     "copy_pages",
@@ -38,3 +45,11 @@ __all__ = [
     "sample",
     "verify_draft",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Generator", "SamplingParams"):  # they need tokenizers and templates; the ops need neither
+        from . import generator
+
+        return getattr(generator, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
