@@ -159,8 +159,12 @@ class NinjaBuild(build_ext):
 
 # reference/ and bench/ are folders at the root that install as pykernels.reference and pykernels.bench.
 setup(
-    packages=[*find_packages(include=["pykernels", "pykernels.*"]), "pykernels.reference"],
-    package_dir={"pykernels.reference": "reference"},
+    packages=[
+        *find_packages(include=["pykernels", "pykernels.*"]),
+        "pykernels.reference",
+        *(f"pykernels.{name}" for name in find_packages(include=["bench", "bench.*"])),
+    ],
+    package_dir={"pykernels.reference": "reference", "pykernels.bench": "bench"},
     ext_modules=[
         *(Extension(f"pykernels._cpu_{level}", sources=[]) for level in cpu_levels()),
         *([Extension("pykernels._cuda", sources=[])] if nvcc() else []),

