@@ -135,3 +135,29 @@ def test_tensors_in_host_memory_are_refused_by_the_product() -> None:
     if not CudaBackend().unavailable():
         (reason,) = CudaBackend().refuses("rms_norm", case.args())
         assert "not on a CUDA device" in reason
+
+
+@pytest.mark.parametrize("op", ["paged_decode_attention", "paged_prefill_attention"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20, 2.0**5])
+def test_every_code_is_widened_exactly(op: str, dtype: torch.dtype, cache: torch.dtype, scale: float) -> None:
+    """One key, which takes the whole weight: the output is the row of codes times its scale. Of float8 two are NaN."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(cache).view(1, 1, 1, 256)
+    case = next(c for c in cases(op) if c.name == "int8")
+    args = case.args() | {
+        "q": torch.ones(1, 1, 256, dtype=dtype),
+        "k_cache": torch.ones(1, 1, 1, 256).to(cache),
+        "v_cache": codes,
+        "k_scale": torch.full((1, 1, 1), 0.5),
+        "v_scale": torch.full((1, 1, 1), scale),
+        "block_table": torch.zeros(1, 1, dtype=torch.int32),
+        "seqlens_k": torch.ones(1, dtype=torch.int32),
+        "out": torch.full((1, 1, 256), 3.0, dtype=dtype),
+        "lse": None,
+    }
+    if op == "paged_prefill_attention":
+        args |= {"cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen_q": 1, "max_seqlen_k": 1}
+    EmulatedCuda().run(op, args)
+    exact = (codes.flatten().double() * scale).to(dtype)
+    torch.testing.assert_close(args["out"].flatten(), exact, rtol=0, atol=0, equal_nan=True)

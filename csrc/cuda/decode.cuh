@@ -5,16 +5,15 @@
 // P in registers, online softmax; at the end the warps' states are merged through shared memory. A second kernel merges the splits.
 #pragma once
 #include "device/mask.cuh"
-#include "device/paged_kv.cuh"
-#include "device/quant.cuh"
 #include "device/softmax.cuh"
+#include "device/tile.cuh"
 #include "tiles.h"
 
 namespace pk::cuda {
 
 using namespace device;
 
-constexpr int kRows = 16, kKeys = 16, kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kRows = 16, kKeys = 16;
 
 struct Decode {
   const void* q;
@@ -77,73 +76,6 @@ constexpr size_t decode_shared_bytes() {
   return kRows * D * 2 + std::max<size_t>(kWarps * Ring<D, kCodes>::kBytes, states);
 }
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in a [rows][D] tile of 2-byte elements.
-template <int D>
-PK_DEVICE uint32_t swizzled(int row, int chunk) {
-  return static_cast<uint32_t>(row * D * 2 + ((chunk ^ (row & 7)) << 4));
-}
-
-// Where chunk `chunk` of row `row` of a stored tile lies. Codes are not read by ldmatrix and need no swizzle.
-template <int D, bool kCodes>
-PK_DEVICE uint32_t stored_at(int row, int chunk) {
-  if constexpr (kCodes) return static_cast<uint32_t>(row * D + chunk * 16);
-  return swizzled<D>(row, chunk);
-}
-
-// A 16-byte chunk of a row of `bytes`, zeros past its end or where there is none, by loads of single bytes.
-PK_DEVICE uint4 load_unaligned(const char* row, int at, int bytes, bool valid) {
-  uint32_t word[4] = {};
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    if (valid && at + i < bytes) word[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(row[at + i])) << (8 * (i % 4));
-  }
-  return {word[0], word[1], word[2], word[3]};
-}
-
-// One of K and V: 16 keys from `key`. Lane r < 16 knows the slot of row r.
-template <int D, bool kCodes>
-PK_DEVICE void fetch_rows(const Decode& c, const TokenRows& rows, int kv_head, Slot own, int live, int dim, uint32_t to) {
-  constexpr int kChunks = kCodes ? D / 16 : D / 8;
-  const int lane = static_cast<int>(threadIdx.x) % 32, bytes = kCodes ? dim : 2 * dim;
-#pragma unroll 4  // enough copies under way; all of them would take the registers of O
-  for (int i = lane; i < kKeys * kChunks; i += 32) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    const Slot slot{__shfl_sync(kFullWarp, own.page, row), __shfl_sync(kFullWarp, own.offset, row)};
-    const bool valid = row < live && chunk * 16 < bytes;
-    const char* from = valid ? rows.row(slot, kv_head) : rows.data;
-    if (c.wide) {
-      cp_async_16(to + stored_at<D, kCodes>(row, chunk), valid ? from + chunk * 16 : from, valid);
-    } else {
-      store_shared_128(to + stored_at<D, kCodes>(row, chunk), load_unaligned(from, chunk * 16, bytes, valid));
-    }
-  }
-}
-
-// 16 codes to two chunks of T, times `scale`.
-template <class T, int D>
-PK_DEVICE void widen_chunk(DType code, uint32_t from, uint32_t to, int row, int chunk, float scale) {
-  const uint4 v = load_shared_128(from + static_cast<uint32_t>(row * D + chunk * 16));
-  const uint32_t four[4] = {v.x, v.y, v.z, v.w};
-  uint32_t pairs[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const uint32_t two = four[i / 2] >> (16 * (i % 2));
-    pairs[i] = pack<T>(decode(code, two & 0xffu) * scale, decode(code, two >> 8 & 0xffu) * scale);
-  }
-  store_shared_128(to + swizzled<D>(row, 2 * chunk), {pairs[0], pairs[1], pairs[2], pairs[3]});
-  store_shared_128(to + swizzled<D>(row, 2 * chunk + 1), {pairs[4], pairs[5], pairs[6], pairs[7]});
-}
-
-template <class T, int D>
-PK_DEVICE void widen_tile(DType code, uint32_t from, uint32_t to, float own_scale) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll 1
-  for (int i = lane; i < kKeys * D / 16; i += 32) {
-    const int row = i / (D / 16);
-    widen_chunk<T, D>(code, from, to, row, i % (D / 16), __shfl_sync(kFullWarp, own_scale, row));
-  }
-}
-
 // The block's query rows, [16][D] swizzled, zeros where there is no head or past the head dim.
 template <int D>
 PK_DEVICE void load_queries(const Decode& c, int sequence, int head0, int live, uint32_t to) {
@@ -153,8 +85,8 @@ PK_DEVICE void load_queries(const Decode& c, int sequence, int head0, int live, 
     const bool valid = row < live && chunk * 8 < c.dim;
     const char* from = q + 2 * (valid ? row : 0) * c.q_head;
     uint4 v = {};
-    if (valid) v = c.wide ? load_global_128(from + chunk * 16) : load_unaligned(from, chunk * 16, 2 * c.dim, true);
-    store_shared_128(to + swizzled<D>(row, chunk), v);
+    if (valid) v = c.wide ? load_global_128(from + chunk * 16) : load_bytes(from, chunk * 16, 2 * c.dim);
+    store_shared_128(to + chunk_at<kRows>(row, chunk), v);
   }
 }
 
@@ -165,8 +97,8 @@ PK_DEVICE void scores_of_tile(float (&s)[8], uint32_t queries, uint32_t keys) {
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
     uint32_t q[4], f[4];  // queries stay in shared memory: at head_dim 256 they and O would not fit the registers
-    ldmatrix(q, queries + swizzled<D>(lane % 16, k * 2 + lane / 16));
-    ldmatrix(f, keys + swizzled<D>(lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+    ldmatrix(q, queries + chunk_at<kRows>(lane % 16, k * 2 + lane / 16));
+    ldmatrix(f, keys + chunk_at<kKeys>(lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
     mma<T>(reinterpret_cast<float (&)[4]>(s[0]), q, f[0], f[1]);
     mma<T>(reinterpret_cast<float (&)[4]>(s[4]), q, f[2], f[3]);
   }
@@ -180,7 +112,7 @@ PK_DEVICE void accumulate(float (&o)[D / 2], const float (&p)[8], uint32_t value
 #pragma unroll
   for (int n = 0; n < D / 16; n++) {
     uint32_t f[4];
-    ldmatrix_trans(f, values + swizzled<D>(lane % 16, n * 2 + lane / 16));
+    ldmatrix_trans(f, values + chunk_at<kKeys>(lane % 16, n * 2 + lane / 16));
     mma<T>(reinterpret_cast<float (&)[4]>(o[8 * n]), a, f[0], f[1]);
     mma<T>(reinterpret_cast<float (&)[4]>(o[8 * n + 4]), a, f[2], f[3]);
   }
@@ -189,19 +121,23 @@ PK_DEVICE void accumulate(float (&o)[D / 2], const float (&p)[8], uint32_t value
 // A warp's 16 keys beginning at `key`, of which `live` are seen: on their way to a stage, and what must be known of them later.
 struct Fetched {
   int key = 0, live = 0;
-  float k_scale = 1.f, v_scale = 1.f;  // of row lane % 16
+  float k_scale = 1.f;  // of row lane % 16, like the others
+  SplitScale v_scale{};
 };
 
-template <int D, bool kCodes>
+template <class T, int D, bool kCodes>
 PK_DEVICE Fetched fetch(const Decode& c, const Ring<D, kCodes>& ring, int stage, int sequence, int kv_head, int key, int end) {
   const int row = static_cast<int>(threadIdx.x) % kKeys;
   Fetched f{key, min(kKeys, end - key)};
-  const Slot own = row < f.live ? c.pages.slot(sequence, 0, key + row) : Slot{0, 0};
-  fetch_rows<D, kCodes>(c, c.k, kv_head, own, f.live, c.dim, ring.k(stage));
-  fetch_rows<D, kCodes>(c, c.v, kv_head, own, f.live, c.dim_v, ring.v(stage));
-  if (kCodes && row < f.live) {
-    f.k_scale = c.k_scale.at(own, kv_head);
-    f.v_scale = c.v_scale.at(own, kv_head);
+  const bool exists = row < f.live;
+  const Slot own = exists ? c.pages.slot(sequence, 0, key + row) : Slot{0, 0};
+  constexpr int kBytes = kCodes ? 1 : 2;
+  const WarpRows<kKeys> k(exists, c.k.offset(own, kv_head)), v(exists, c.v.offset(own, kv_head));
+  fetch_rows<kKeys, D, kCodes>(ring.k(stage), c.k.data, k, c.dim * kBytes, c.wide);
+  fetch_rows<kKeys, D, kCodes>(ring.v(stage), c.v.data, v, c.dim_v * kBytes, c.wide);
+  if constexpr (kCodes) {
+    f.k_scale = exists ? c.k_scale.at(own, kv_head) : 1.f;
+    f.v_scale = split_scale<T>(c.code, exists ? c.v_scale.at(own, kv_head) : 1.f);
   }
   return f;
 }
@@ -217,8 +153,9 @@ template <class T, int D, bool kCodes>
 PK_DEVICE void attend_tile(const Decode& c, const Ring<D, kCodes>& ring, int stage, const Fetched& f, uint32_t queries, int position,
                            const float (&slope)[2], WarpState<D>& state) {
   if constexpr (kCodes) {
-    widen_tile<T, D>(c.code, ring.k(stage), ring.wide_k(stage), 1.f);
-    widen_tile<T, D>(c.code, ring.v(stage), ring.wide_v(stage), f.v_scale);
+    const uint32_t unit = split_scale<T>(c.code, 1.f).power;
+    widen_rows<T, kKeys, D, true, kKeys>(ring.wide_k(stage), ring.k(stage), c.code, unit);
+    widen_rows<T, kKeys, D, false, kKeys>(ring.wide_v(stage), ring.v(stage), c.code, f.v_scale.power);
     __syncwarp();
   }
   float s[8] = {}, shrink[2];
@@ -240,6 +177,10 @@ PK_DEVICE void attend_tile(const Decode& c, const Ring<D, kCodes>& ring, int sta
   state.rows.update(s, c.scores.softmax_scale(), shrink);
 #pragma unroll
   for (int i = 0; i < D / 2; i++) state.o[i] *= shrink[row_of(i)];
+  if constexpr (kCodes) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) s[i] *= __shfl_sync(kFullWarp, f.v_scale.rest, column_of(i));
+  }
   accumulate<T, D>(state.o, s, ring.wide_v(stage));
 }
 
@@ -310,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<D>) decode_kernel(const __gr
   Fetched fetched[Tiles::kStages];
 #pragma unroll
   for (int stage = 0; stage < Tiles::kStages - 1; stage++) {
-    if (key_of(stage) < keys.end) fetched[stage] = fetch<D, kCodes>(c, ring, stage, sequence, kv_head, key_of(stage), keys.end);
+    if (key_of(stage) < keys.end) fetched[stage] = fetch<T, D, kCodes>(c, ring, stage, sequence, kv_head, key_of(stage), keys.end);
     cp_async_commit();
   }
   __syncthreads();
@@ -325,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<D>) decode_kernel(const __gr
       if (key_of(turn + stage) >= keys.end) break;
       const int ahead = turn + stage + Tiles::kStages - 1, slot = (stage + Tiles::kStages - 1) % Tiles::kStages;
       __syncwarp();  // the tile that is refilled has been read by every lane
-      if (key_of(ahead) < keys.end) fetched[slot] = fetch<D, kCodes>(c, ring, slot, sequence, kv_head, key_of(ahead), keys.end);
+      if (key_of(ahead) < keys.end) fetched[slot] = fetch<T, D, kCodes>(c, ring, slot, sequence, kv_head, key_of(ahead), keys.end);
       cp_async_commit();
       cp_async_wait<Tiles::kStages - 1>();
       __syncwarp();

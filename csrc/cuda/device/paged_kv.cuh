@@ -53,7 +53,8 @@ struct TokenRows {
     token = t.stride[t.ndim - 3] * bytes;
     head = t.stride[t.ndim - 2] * bytes;
   }
-  PK_DEVICE const char* row(Slot s, int kv_head) const { return data + s.page * page + s.offset * token + kv_head * head; }
+  PK_DEVICE int64_t offset(Slot s, int kv_head) const { return s.page * page + s.offset * token + kv_head * head; }
+  PK_DEVICE const char* row(Slot s, int kv_head) const { return data + offset(s, kv_head); }
 };
 
 // Scales of codes: one, one per kv head, or one per slot and kv head. Strides are 0 where a scale is shared.

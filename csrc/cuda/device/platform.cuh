@@ -80,6 +80,22 @@ PK_DEVICE uint32_t bits_of(T pair) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// a * b + c of pairs of T.
+template <class T>
+PK_DEVICE uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c);
+template <>
+PK_DEVICE uint32_t multiply_add<__half>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+template <>
+PK_DEVICE uint32_t multiply_add<__nv_bfloat16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 }  // namespace pk::device
 
 #else  // the emulation
@@ -116,6 +132,14 @@ PK_DEVICE uint32_t bits_of(T pair) {
   uint32_t bits;
   memcpy(&bits, &pair, 4);
   return bits;
+}
+
+template <class T>
+inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> x[3];
+  const uint32_t bits[3] = {a, b, c};
+  memcpy(static_cast<void*>(x), bits, sizeof x);
+  return bits_of(__hfma2(x[0], x[1], x[2]));
 }
 
 }  // namespace pk::device
