@@ -1,0 +1,1 @@
+"""The pytest-benchmark suite, one file per family: `pytest bench/suite -k decode`."""
