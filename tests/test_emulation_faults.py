@@ -51,6 +51,8 @@ FAULTS = [
     ("named_barrier_short", BARRIER, "deadlock"),
     ("named_barrier_counts_differ", BARRIER, "barrier_divergence"),
     ("producer_never_arrives", BARRIER, "deadlock"),
+    ("arrival_nobody_awaits", BARRIER, "barrier_divergence"),
+    ("warp_splits_at_named_barriers", BARRIER, "warp_divergence"),
     ("shuffle_after_exit", BARRIER, "exited_lane"),
     ("diverged_shuffle", BARRIER, "warp_divergence"),
     ("lane_outside_its_mask", BARRIER, "lane_outside_mask"),
@@ -71,6 +73,7 @@ FAULTS = [
     ("missing_wgmma_fence", HOPPER, "wgmma", "product_issue"),
     ("missing_proxy_fence", HOPPER, "proxy_fence", "product_issue"),
     ("operand_overwritten", HOPPER, "race"),
+    ("a_registers_refilled", HOPPER, "wgmma"),
 ]
 SCHEDULES = [("forward", 1), ("reverse", 1), ("random", 1), ("random", 2), ("random", 3)]
 SETTINGS = list(itertools.product(SCHEDULES, emulation.ASYNC_MODES))

@@ -1,5 +1,5 @@
 // Block barriers, and threads that leave while others wait.
-#include "block.h"
+#include "collective.h"
 
 namespace emu {
 
@@ -62,8 +62,10 @@ int sync_threads_reduce(int predicate, int kind, Site where) {
   return kind == 0 ? me.votes : kind == 1 ? me.votes == me.voters : me.votes > 0;
 }
 
+// A warp comes to a named barrier as one, or not at all: no lane may be counted for two rounds. That orders no memory.
 static bool valid_named(int id, int threads, Site where) {
   Block& b = *block();
+  collective(~0u, Operation::barrier, nullptr, kNamed, where, [](Block&, int, const Collective&, unsigned) {});
   if (id < 0 || id > 15 || threads <= 0 || threads % 32 != 0 || threads > b.threads) {
     b.fault(FaultKind::barrier_divergence, where, 0, -1,
             "barrier %d for %d threads: ids are 0 to 15, counts multiples of 32 up to the block's %d", id, threads, b.threads);

@@ -4,7 +4,7 @@
 
 namespace emu {
 
-enum class Operation : int { sync, shuffle, ballot, match, reduce, elect, ldmatrix, stmatrix, mma };
+enum class Operation : int { sync, barrier, shuffle, ballot, match, reduce, elect, ldmatrix, stmatrix, mma };
 
 // Executed once all lanes of `lanes` have arrived; argument[lane] is what each brought.
 using Execute = void (*)(Block& b, int warp, const Collective& meeting, unsigned lanes);

@@ -272,6 +272,12 @@ void Block::report_stuck() {
 // What a block leaves behind that the hardware would let pass: a wrong count shows here even where the order hid it.
 void Block::report_unfinished() {
   for (const Delivery& d : deliveries) { fault(FaultKind::unawaited_copy, d.where, 0, -1, "the block ends with a bulk copy in flight"); }
+  for (const Barrier& barrier : barriers) {
+    if (barrier.arrived == 0) continue;
+    fault(FaultKind::barrier_divergence, barrier.where, 0, barrier.first_thread,
+          "the block ends with %d of %d threads arrived at barrier %d, and nobody waiting", barrier.arrived, barrier.needed,
+          static_cast<int>(&barrier - barriers));
+  }
   for (const auto& [address, m] : mbarriers) {
     if (m.pending == m.expected && m.bytes == 0) continue;
     fault(FaultKind::mbarrier, m.where, 0, -1,

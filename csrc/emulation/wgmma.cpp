@@ -175,13 +175,16 @@ void issue(Block& b, WgmmaQueue& q, int group) {
   }
   if (!q.fenced) b.fault(FaultKind::wgmma, q.where, 0, -1, "wgmma without wgmma.fence since its registers could last be used");
   const int engine = b.clocks.warpgroup_engine(group);
-  WgmmaOperation op{first, {}, b.clocks.tick(engine), q.where};
+  WgmmaOperation op{first, {}, {}, b.clocks.tick(engine), q.where};
   const Toucher by{Touch::engine_read, group * 128, engine, op.clock, q.where, b.spec->instrumented};
   bool valid = touch_operand(b, Operand(first.b_descriptor, first.b_transposed), first.n, by);
   if (!first.a) valid &= touch_operand(b, Operand(first.a_descriptor, first.a_transposed), 64, by);
   if (!valid) return;
   if (first.a) {
-    for (int i = 0; i < 128; i++) op.a_registers.insert(op.a_registers.end(), q.arguments[i]->a, q.arguments[i]->a + 4);
+    for (int i = 0; i < 128; i++) {
+      op.a.push_back(q.arguments[i]->a);
+      op.a_registers.insert(op.a_registers.end(), op.a.back(), op.a.back() + 4);
+    }
   }
   hold(b, q, group).in_flight++;
   b.counters.wgmma++;
@@ -201,8 +204,18 @@ void fetch_a_registers(const WgmmaOperation& op, float* a) {
   }
 }
 
+// The hardware may read them until the wait.
+void check_a_registers(Block& b, int group, const WgmmaOperation& op) {
+  for (size_t i = 0; i < op.a.size(); i++) {
+    if (std::memcmp(op.a[i], &op.a_registers[4 * i], 4 * sizeof(uint32_t)) == 0) continue;
+    b.fault(FaultKind::wgmma, op.where, 0, group * 128 + static_cast<int>(i), "registers of A changed while the wgmma was in flight");
+    return;
+  }
+}
+
 void retire(Block& b, WgmmaQueue& q, int group, const WgmmaOperation& op) {
   const WarpgroupMma& s = op.shape;
+  check_a_registers(b, group, op);
   std::vector<float> a(64 * 16), bm(static_cast<size_t>(16) * s.n), product(static_cast<size_t>(64) * s.n);
   if (s.a)
     fetch_a_registers(op, a.data());

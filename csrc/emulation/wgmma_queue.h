@@ -9,7 +9,8 @@ namespace emu {
 
 struct WgmmaOperation {
   WarpgroupMma shape;                 // of thread 0 of the group: descriptors and flags are the same in all
-  std::vector<uint32_t> a_registers;  // [128][4] when A comes from registers
+  std::vector<uint32_t> a_registers;  // [128][4] when A comes from registers, as they were at issue
+  std::vector<const uint32_t*> a;     // [128], where they are
   uint32_t clock;                     // the group's engine
   Site where;
 };

@@ -48,6 +48,23 @@ __global__ void producer_never_arrives(float* out, const float* in) {
     out[threadIdx.x] = shared[threadIdx.x - 64];
   }
 }
+// A turn that is handed on after the last one.
+template <bool Faulty>
+__global__ void arrival_nobody_awaits(float* out, const float*) {
+  if (threadIdx.x < 32) barrier_arrive(1, 64);
+  if (threadIdx.x >= 32) barrier_sync(1, 64);
+  __syncthreads();
+  if (Faulty && threadIdx.x < 32) barrier_arrive(1, 64);  // arrival_nobody_awaits
+  out[threadIdx.x] = 1.f;
+}
+template <bool Faulty>
+__global__ void warp_splits_at_named_barriers(float* out, const float*) {
+  if (threadIdx.x < (Faulty ? 48 : 32))
+    barrier_arrive(1, 64);  // warp_splits_at_named_barriers
+  else
+    barrier_sync(1, 64);
+  out[threadIdx.x] = 1.f;
+}
 template <bool Faulty>
 __global__ void shuffle_after_exit(float* out, const float* in) {
   if (Faulty && threadIdx.x == 40) return;
@@ -100,6 +117,8 @@ const Entry kBarrierFaults[] = {
     PK_SELFTEST(named_barrier_short, 64, 0),
     PK_SELFTEST(named_barrier_counts_differ, 64, 0),
     PK_SELFTEST(producer_never_arrives, 96, 256),
+    PK_SELFTEST(arrival_nobody_awaits, 64, 16),
+    PK_SELFTEST(warp_splits_at_named_barriers, 64, 16),
     PK_SELFTEST(shuffle_after_exit, 64, 0),
     PK_SELFTEST(diverged_shuffle, 32, 0),
     PK_SELFTEST(lane_outside_its_mask, 32, 0),

@@ -151,6 +151,25 @@ __global__ void operand_overwritten(float* out, const float* in) {
   product<Faulty ? kOverwritten : kSound>(out, in);
 }
 
+// The same with A in registers, which the faulty kernel fills again before the wait.
+template <bool Faulty>
+__global__ void a_registers_refilled(float* out, const float* in) {
+  PK_DYNAMIC_SHARED(smem);
+  const uint32_t b = shared_address(smem);
+  for (int i = threadIdx.x; i < 512; i += 128) store_shared_128(b + i * 16, load_global_128(in + i % 256 * 4));
+  fence_proxy_async();
+  __syncthreads();
+  float d[32] = {};
+  uint32_t a[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
+  wgmma_fence();
+  wgmma_rs<__half>(d, a, wgmma_descriptor(b, 16, 1024), true);  // a_registers_refilled
+  wgmma_commit();
+  if constexpr (Faulty) a[2] = 0x40004000;
+  wgmma_wait<0>();
+  a[2] = 0x40004000;
+  for (int i = 0; i < 32; i++) out[threadIdx.x * 32 + i] = d[i] + __uint_as_float(a[i % 4]);
+}
+
 }  // namespace
 
 const Entry kHopperFaults[] = {
@@ -168,6 +187,7 @@ const Entry kHopperFaults[] = {
     PK_SELFTEST(missing_wgmma_fence, 128, 16384),
     PK_SELFTEST(missing_proxy_fence, 128, 16384),
     PK_SELFTEST(operand_overwritten, 128, 16384),
+    PK_SELFTEST(a_registers_refilled, 128, 8192),
     {},
 };
 
