@@ -101,7 +101,7 @@ def cuda_module(compiler: Path, output: Path) -> Module:
     for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
         own = [a for a in archs if a == "90a"] if source.stem.endswith("_sm90") else archs
         if own:
-            module.device_sources[source] = gencode(own)
+            module.device_sources[source] = gencode(own) + (" -DPK_SM90" if "90a" in archs else "")
     return module
 
 

@@ -3,8 +3,8 @@
     cuda_figures.py            compare the objects of the last build with ci/cuda_figures.json
     cuda_figures.py --write    replace the figures
 
-It fails on a spill or any local memory (but for SPILLS_ALLOWED, with its reason), on tensor-core instructions or 128-bit
-loads that have vanished, on registers that grew by more than a tenth, on a kernel that is missing from the table, and on a
+It fails on a spill or any local memory (but for SPILLS_ALLOWED, with its reason), on a word of the compiler that it waits for
+products or keeps registers where the source says otherwise, on tensor-core instructions or 128-bit loads that have vanished, on registers that grew by more than a tenth, on a kernel that is missing from the table, and on a
 row whose kernel is gone. `ci/build_cuda.sh` runs it.
 """
 
@@ -34,13 +34,16 @@ INSTRUCTIONS = {
     "async_copy_128": r"LDGSTS\.\S*128",
     "tma": r"UTMALDG",
     "load_128": r"LDG\.\S*128",
+    "register_moves": r"USETMAXREG",
     "store_128": r"STG\.\S*128",
     "local": r"(?:LDL|STL)\b",
 }
 # Bytes that a kernel may keep in local memory, by the beginning of its label. Prefill of 256 columns: the output alone is half of
 # the registers, and a few values that the main loop does not change find no room.
 SPILLS_ALLOWED = {"prefill_bf16/prefill<__nv_bfloat16, 256": 64, "prefill_f16/prefill<__half, 256": 64}
-KEPT = ("hmma", "imma", "hgmma", "async_copy_128", "tma", "load_128", "store_128")  # may not vanish
+KEPT = ("hmma", "imma", "hgmma", "async_copy_128", "tma", "register_moves", "load_128", "store_128")  # may not vanish
+# What ptxas says when it makes asynchronous products wait for each other (C7508 to C7519), or ignores a budget of registers.
+LOST_ADVICE = r"\bC75\d\d\b|wgmma\S* .*serialized|setmaxnreg.*ignored|'setmaxnreg'"
 
 
 def demangle(names: list[str]) -> list[str]:
@@ -67,6 +70,11 @@ def compiler_figures(log: str) -> dict[tuple[str, str], Row]:
             entry |= {"registers": int(found[1]), "shared": int(shared[1]) if shared else 0}
             entry = None
     return rows
+
+
+def lost_advice(log: str) -> list[str]:
+    """The compiler's warnings that asynchronous products are serialised or register budgets ignored."""
+    return [line.strip() for line in log.splitlines() if re.search(LOST_ADVICE, line)]
 
 
 def machine_code(sass: str) -> dict[tuple[str, str], Row]:
@@ -97,13 +105,18 @@ def disassembler() -> str:
     raise SystemExit("cuobjdump is neither on PATH nor in an installed triton")
 
 
-def measure() -> Iterator[tuple[str, Row]]:
-    """A label and a row for every kernel of the last build."""
-    cuobjdump = disassembler()
+def built() -> list[Path]:
+    """The CUDA objects of the last build; the compiler's log lies beside each."""
     objects = sorted(ROOT.glob("build/native-*/_cuda/cuda/*.o"))
     if not objects:
         raise SystemExit("there are no CUDA objects: run ci/build_cuda.sh")
-    for path in objects:
+    return objects
+
+
+def measure() -> Iterator[tuple[str, Row]]:
+    """A label and a row for every kernel of the last build."""
+    cuobjdump = disassembler()
+    for path in built():
         compiled = compiler_figures(Path(f"{path}.log").read_text())
         sass = subprocess.run([cuobjdump, "-sass", str(path)], capture_output=True, text=True, check=True).stdout
         code = machine_code(sass)
@@ -123,7 +136,7 @@ def complaints(label: str, row: Row, known: Row | None) -> list[str]:
     if known is None:
         found.append("no row in the table: run ci/build_cuda.sh --write")
     else:
-        found += [f"no {name} any more" for name in KEPT if known[name] and not row[name]]
+        found += [f"no {name} any more" for name in KEPT if known.get(name) and not row[name]]
         if row["registers"] > known["registers"] * MARGIN + 4:
             found.append(f"registers grew from {known['registers']} to {row['registers']}")
     return [f"{label}: {text}" for text in found]
@@ -136,6 +149,7 @@ def main() -> int:
     rows = dict(measure())
     known = rows if options.write else json.loads(TABLE.read_text())
     wrong = [text for label, row in rows.items() for text in complaints(label, row, known.get(label))]
+    wrong += [f"{path.name}: {text}" for path in built() for text in lost_advice(Path(f"{path}.log").read_text())]
     archs = {label.rpartition("/")[2] for label in rows}
     gone = [label for label in known if label not in rows and label.rpartition("/")[2] in archs]
     wrong += [f"{label}: the kernel is gone: run ci/build_cuda.sh --write" for label in gone]

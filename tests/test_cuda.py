@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pykernels.contract import OPS
+from pykernels.contract import OPS, native_arguments
 from pykernels.cuda import CudaBackend
 from pykernels.testing import Case, cases
 from pykernels.testing.compare import Snapshot, judge, same_bits
@@ -55,24 +55,31 @@ def arguments(case: Case, dtype: torch.dtype | None) -> dict[str, Any]:
     return args
 
 
+def capabilities(op: str, args: dict[str, Any]) -> tuple[int, ...]:
+    """Devices on which the call runs: two where it has a kernel of its own on sm_90."""
+    on_wgmma = getattr(EmulatedCuda().native(), f"{op}_on_wgmma", None)
+    return (90, 80) if on_wgmma is not None and on_wgmma(*native_arguments(OPS[op], args), 90) else (90,)
+
+
 @pytest.mark.parametrize(("case", "dtype"), table())
 def test_agrees_with_the_reference_under_every_schedule(case: Case, dtype: torch.dtype | None) -> None:
-    backend = EmulatedCuda()
-    if not hasattr(backend.native(), case.op):
+    if not hasattr(EmulatedCuda().native(), case.op):
         pytest.skip(f"{case.op} has no CUDA kernel")
     args = arguments(case, dtype)
-    if reasons := backend.refuses(case.op, args):
+    if reasons := EmulatedCuda().refuses(case.op, args):
         pytest.skip("; ".join(reasons))
-    before = Snapshot(args)
-    backend.run(case.op, args)
-    assert not [v.reason for v in judge(case.op, before, args) if not v.ok]
-    assert backend.report.counters["matrix_bank_conflicts"] == 0
-    for settings in OTHER_SCHEDULES if case.smoke else ():
-        again = arguments(case, dtype)
-        EmulatedCuda(**settings).run(case.op, again)
-        for tensor in OPS[case.op].tensors:
-            if tensor.mutated and args[tensor.name] is not None:
-                assert same_bits(again[tensor.name], args[tensor.name]).all(), (settings, tensor.name)
+    for capability in capabilities(case.op, args):
+        backend, args = EmulatedCuda(capability=capability), arguments(case, dtype)
+        before = Snapshot(args)
+        backend.run(case.op, args)
+        assert not [v.reason for v in judge(case.op, before, args) if not v.ok], capability
+        assert backend.report.counters["matrix_bank_conflicts"] == 0
+        for settings in OTHER_SCHEDULES if case.smoke else ():
+            again = arguments(case, dtype)
+            EmulatedCuda(capability=capability, **settings).run(case.op, again)
+            for tensor in OPS[case.op].tensors:
+                if tensor.mutated and args[tensor.name] is not None:
+                    assert same_bits(again[tensor.name], args[tensor.name]).all(), (capability, settings, tensor.name)
 
 
 def decode_case(name: str) -> dict[str, Any]:

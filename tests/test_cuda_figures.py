@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ci"))
-from cuda_figures import SPILLS_ALLOWED, TABLE, compiler_figures, complaints, machine_code
+from cuda_figures import SPILLS_ALLOWED, TABLE, compiler_figures, complaints, lost_advice, machine_code
 
 LOG = """\
 ptxas info    : Compiling entry function '_Z1kv' for 'sm_80'
@@ -30,6 +32,7 @@ arch = sm_80
 arch = sm_90a
 \t\tFunction : _Z1kv
         /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24 ;
+        /*0010*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
 """
 GOOD = compiler_figures(LOG)["_Z1kv", "sm_90a"] | machine_code(SASS)["_Z1kv", "sm_90a"]
 
@@ -58,6 +61,7 @@ def test_an_unchanged_kernel_passes() -> None:
         ({"stack": 8}, "local memory"),
         ({"local": 1}, "local memory"),
         ({"hgmma": 0}, "hgmma"),
+        ({"register_moves": 0}, "register_moves"),
         ({"registers": 49}, "registers"),
     ],
 )
@@ -78,11 +82,39 @@ def test_a_kernel_without_a_row_fails() -> None:
     assert "no row" in text
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources for the wgmma pipeline in the function '_Z1kv'",
+        "ptxas info    : (C7507) Potential Performance Loss: 'setmaxnreg' ignored to maintain minimum register requirements.",
+        "ptxas warning : setmaxnreg is ignored; unable to determine register count at entry",
+    ],
+)
+def test_what_the_compiler_could_not_do_fails(line: str) -> None:
+    assert lost_advice(LOG) == []
+    assert lost_advice(f"{LOG}{line}\n") == [line]
+
+
+def test_attention_on_sm90_has_the_products_of_its_tiles_and_no_others() -> None:
+    """Scores of the first tile, scores and output of the loop, output of the last: each once in the code."""
+    rows = {label: row for label, row in json.loads(TABLE.read_text()).items() if "prefill_sm90<" in label}
+    assert len(rows) == 8
+    for label, row in rows.items():
+        dim = int(re.search(r", (\d+), (?:true|false)>", label)[1])
+        assert row["hgmma"] == 2 * (dim // 16 + 128 // 16), label
+        assert row["tma"] == 3 * dim // 64, label  # queries, keys, values
+        assert row["register_moves"] == 2, label
+        assert row["spills"] == row["stack"] == row["local"] == 0, label
+
+
 def test_every_kernel_source_has_rows() -> None:
     sources = {p.stem: p.read_text() for p in (Path(__file__).parents[1] / "csrc/cuda").glob("*.cu")}
     with_kernels = {
-        name for name, text in sources.items() if "__global__" in text or f'#include "{name.split("_")[0]}.cuh"' in text
+        name
+        for name, text in sources.items()
+        if "__global__" in text or re.search(rf'#include "{name.split("_")[0]}(_sm90)?\.cuh"', text)
     }
-    assert len(with_kernels) > 10
+    assert {"prefill_bf16", "prefill_bf16_sm90"} < with_kernels
     table = TABLE.read_text()
     assert not [name for name in with_kernels if f'"{name}/' not in table]

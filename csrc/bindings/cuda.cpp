@@ -55,9 +55,17 @@ void bind_scratch(py::module_& m, const std::string& name, int64_t (*bytes)(cons
   m.def((name + "_scratch_bytes").c_str(), [bytes, make](Args... args) { return bytes(make(args...)); });
 }
 
+// Which of an op's two kernels its arguments choose: pure, for tests and reports.
+template <class P, class... Args>
+void bind_choice(py::module_& m, const std::string& name, bool (*on_wgmma)(const P&, int), P (*make)(Args...)) {
+  m.def((name + "_on_wgmma").c_str(), [on_wgmma, make](Args... args, int capability) { return on_wgmma(make(args...), capability); });
+}
+
 void register_attention(py::module_& m) {
   bind(m, "prefill_attention", prefill_attention, make_prefill);
   bind(m, "paged_prefill_attention", paged_prefill_attention, make_paged_prefill);
+  bind_choice(m, "prefill_attention", prefill_attention_on_wgmma, make_prefill);
+  bind_choice(m, "paged_prefill_attention", paged_prefill_attention_on_wgmma, make_paged_prefill);
   bind(m, "paged_decode_attention", paged_decode_attention, make_paged_decode);
   bind_scratch(m, "paged_decode_attention", paged_decode_attention_scratch_bytes, make_paged_decode);
   bind(m, "merge_attention_states", merge_attention_states, make<MergeParams, 6>());

@@ -38,6 +38,9 @@ cudaError_t embedding(const EmbeddingParams&, const Launch&);
 
 cudaError_t prefill_attention(const PrefillParams&, const Launch&);
 cudaError_t paged_prefill_attention(const PagedPrefillParams&, const Launch&);
+// Whether a device of this compute capability (10 x major + minor) would run them on the kernel for sm_90a.
+bool prefill_attention_on_wgmma(const PrefillParams&, int capability);
+bool paged_prefill_attention_on_wgmma(const PagedPrefillParams&, int capability);
 
 cudaError_t rms_norm(const RmsNormParams&, const Launch&);
 cudaError_t rotary_embedding(const RotaryParams&, const Launch&);

@@ -1,7 +1,7 @@
 // Prefill attention: from the contract's arguments to a launch.
 #include "aligned.h"
 #include "kernels.h"
-#include "prefill.h"
+#include "prefill_sm90.h"
 
 namespace pk::cuda {
 namespace {
@@ -12,8 +12,31 @@ TileSource source_of(const Tensor& t, const Tensor& scales) {
   return {TokenRows(t), Scales(scales), t.dtype, static_cast<int>(t.size[t.ndim - 1]), rows_aligned(t)};
 }
 
-cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& v, int64_t max_seqlen_q, const Mask& mask, const Tensor& out,
-                const Tensor& lse, const Launch& launch_on) {
+// `k` and `v` are ragged, or the caches.
+PrefillProblem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, int capability) {
+  const int heads = v.ndim - 2;
+  const bool paged = k.ndim == 4;
+  return {kHasSm90 ? capability : 0,
+          q.size[2],
+          v.size[v.ndim - 1],
+          v.size[heads] ? q.size[1] / v.size[heads] : 0,
+          paged ? k.size[1] : 0,
+          is_code(k.dtype),
+          rows_aligned(q) && rows_aligned(k) && rows_aligned(v),
+          k.size[0] == 0};
+}
+
+cudaError_t device_capability(int* out) {
+  int device, major, minor;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (status == cudaSuccess) *out = 10 * major + minor;
+  return status;
+}
+
+cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& k, const Tensor& v, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                const Mask& mask, const Tensor& out, const Tensor& lse, const Launch& launch_on) {
   const int64_t heads = q.size[1], bytes = size_of(out.dtype);
   if (q.size[0] == 0 || heads == 0) return cudaSuccess;
   const int dim = padded_head_dim(std::max(q.size[2], v.size[v.ndim - 1])), rows = prefill_rows(dim);
@@ -32,11 +55,21 @@ cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& v, int64_t max_seq
   a.group = static_cast<int>(heads / a.kv_heads);
   a.total_q = static_cast<int>(q.size[0]);
   a.dim_v = static_cast<int>(v.size[v.ndim - 1]);
+  int capability;
+  if (const cudaError_t status = device_capability(&capability)) return status;
+  if constexpr (kHasSm90) {
+    if (prefill_on_wgmma(problem_of(q, k, v, capability))) return prefill_sm90(a, q, k, v, max_seqlen_q, max_seqlen_k, launch_on.stream);
+  }
   a.row_blocks = static_cast<int>(std::max<int64_t>(1, (max_seqlen_q * a.group + rows - 1) / rows));
   return q.dtype == DType::f16 ? launch_prefill<__half>(a, dim, launch_on.stream) : launch_prefill<__nv_bfloat16>(a, dim, launch_on.stream);
 }
 
 }  // namespace
+
+bool prefill_attention_on_wgmma(const PrefillParams& p, int capability) { return prefill_on_wgmma(problem_of(p.q, p.k, p.v, capability)); }
+bool paged_prefill_attention_on_wgmma(const PagedPrefillParams& p, int capability) {
+  return prefill_on_wgmma(problem_of(p.q, p.k_cache, p.v_cache, capability));
+}
 
 cudaError_t prefill_attention(const PrefillParams& p, const Launch& launch_on) {
   PrefillArgs a{};
@@ -45,7 +78,7 @@ cudaError_t prefill_attention(const PrefillParams& p, const Launch& launch_on) {
   a.cu_seqlens_q = p.cu_seqlens_q.as<const int>();
   a.cu_seqlens_k = p.cu_seqlens_k.as<const int>();
   a.batch = static_cast<int>(p.cu_seqlens_q.size[0] - 1);
-  return run(a, p.q, p.v, p.max_seqlen_q, p.mask, p.out, p.lse, launch_on);
+  return run(a, p.q, p.k, p.v, p.max_seqlen_q, p.max_seqlen_k, p.mask, p.out, p.lse, launch_on);
 }
 
 cudaError_t paged_prefill_attention(const PagedPrefillParams& p, const Launch& launch_on) {
@@ -58,7 +91,7 @@ cudaError_t paged_prefill_attention(const PagedPrefillParams& p, const Launch& l
   a.pages.table_stride = p.block_table.stride[0];
   a.pages.page_size = Divider(p.k_cache.size[1]);
   a.batch = static_cast<int>(p.seqlens_k.size[0]);
-  return run(a, p.q, p.v_cache, p.max_seqlen_q, p.mask, p.out, p.lse, launch_on);
+  return run(a, p.q, p.k_cache, p.v_cache, p.max_seqlen_q, p.max_seqlen_k, p.mask, p.out, p.lse, launch_on);
 }
 
 }  // namespace pk::cuda

@@ -71,9 +71,15 @@ std::string json(const emu::Counters& c) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-void emu_configure(int schedule, uint64_t seed, int async, int workers, int races, int strict, int profile) {
-  emu::config() = {
-      static_cast<emu::Schedule>(schedule), seed, static_cast<emu::AsyncMode>(async), workers, races != 0, strict != 0, profile != 0};
+void emu_configure(int schedule, uint64_t seed, int async, int workers, int races, int strict, int capability, int profile) {
+  emu::config() = {static_cast<emu::Schedule>(schedule),
+                   seed,
+                   static_cast<emu::AsyncMode>(async),
+                   workers,
+                   races != 0,
+                   strict != 0,
+                   capability,
+                   profile != 0};
 }
 void emu_clear_report() { emu::clear_report(); }
 // Valid until the next call from the same thread.

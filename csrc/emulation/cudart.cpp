@@ -1,8 +1,10 @@
-// The CUDA runtime functions that launchers call, for a machine whose only device is the emulation: sm_90, synchronous.
+// The CUDA runtime functions that launchers call, for a machine whose only device is the emulation, synchronous.
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>
 #include <cstring>
+
+#include "emu.h"
 
 namespace {
 constexpr int kMultiprocessors = 4;  // few: grids that depend on it stay small
@@ -31,10 +33,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       *value = kMultiprocessors;
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
+      *value = emu::config().capability / 10;
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
+      *value = emu::config().capability % 10;
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = 227 << 10;

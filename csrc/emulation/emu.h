@@ -29,6 +29,7 @@ struct Config {
   int workers = 1;       // CPU threads that run blocks; 0 = one per core
   bool races = true;     // keep shadow memory for shared memory
   bool strict = true;    // also report what the hardware tolerates: barriers joined by exited threads, unawaited copies
+  int capability = 90;   // what launchers are told that the device is; kernels of any kind run
   bool profile = false;  // count bank conflicts and sectors of plain loads and stores, per source line
 };
 

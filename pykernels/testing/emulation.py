@@ -89,7 +89,7 @@ def load_module(library: Library, build_kind: str = "race") -> tuple[ModuleType,
 
 def bind(handle: ctypes.CDLL) -> ctypes.CDLL:
     """Declares the signatures of the session functions on a loaded library."""
-    handle.emu_configure.argtypes = [ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int] * 5]
+    handle.emu_configure.argtypes = [ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int] * 6]
     handle.emu_report_json.restype = ctypes.c_char_p
     handle.emu_allocate.argtypes = [ctypes.c_size_t, ctypes.c_char_p]
     handle.emu_allocate.restype = ctypes.c_void_p
@@ -107,10 +107,14 @@ def session(
     workers: int = 1,
     races: bool = True,
     strict: bool = True,
+    capability: int = 90,
     profile: bool = False,
 ) -> Iterator[Report]:
-    """Everything launched inside runs under this configuration; the report is filled on leaving."""
-    flags = (int(races), int(strict), int(profile))
+    """Everything launched inside runs under this configuration; the report is filled on leaving.
+
+    `capability` (10 x major + minor) is what launchers are told, and chooses between kernels.
+    """
+    flags = (int(races), int(strict), capability, int(profile))
     handle.emu_configure(SCHEDULES.index(schedule), seed, ASYNC_MODES.index(async_copies), workers, *flags)
     handle.emu_clear_report()
     report = Report()
