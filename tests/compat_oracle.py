@@ -64,6 +64,7 @@ def attend(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,  # [heads]
     s_aux: torch.Tensor | None = None,
+    attention_chunk: int = 0,
     unseen: float = torch.inf,
     narrow: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,6 +80,9 @@ def attend(
             first = 0 if window_size[0] < 0 else max(0, at - window_size[0])
             right = 0 if causal else window_size[1]
             past = k.shape[0] if right < 0 else min(k.shape[0], at + right + 1)
+            if attention_chunk:
+                first = max(first, at // attention_chunk * attention_chunk)
+                past = min(past, (at // attention_chunk + 1) * attention_chunk)
             if past <= first:
                 continue
             x = keys[first:past] @ q[i, h].to(wide) * (q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale)

@@ -97,7 +97,7 @@ FA2_MASK = MASK | {
     "return_attn_probs": ("changes", True),
 }
 FA3_MASK = MASK | {
-    "attention_chunk": ("refused", 4),
+    "attention_chunk": ("changes", 4),
     "deterministic": ("same", True),
     "sm_margin": ("refused", 1),
     "return_attn_probs": ("changes", True),

@@ -78,6 +78,12 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any
             both | bounds,
         ),
         "fa3 kvcache": (fa3.flash_attn_with_kvcache, cache(5, 3) | step, {"causal": True, "return_softmax_lse": True}),
+        "fa3 chunks": (fa3.flash_attn_varlen_func, of(ragged()) | lengths, both | bounds | {"attention_chunk": 5}),
+        "fa3 kvcache, chunks": (
+            fa3.flash_attn_with_kvcache,
+            cache(5, 3) | step,
+            {"causal": True, "attention_chunk": 6},
+        ),
         "vllm decode": (
             vllm.flash_attn_varlen_func,
             {"q": normal(2, HEADS, DIM, seed=1), **pages, "block_table": table, "cu_seqlens_q": int32(0, 1, 2)}

@@ -105,6 +105,34 @@ def test_fa3_ragged_and_the_part_that_is_used(name: str, used: str) -> None:
     check(out[kept], lse[:, kept], sequences, options, unseen=-torch.inf)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 7, 100])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (5, 2)}], ids=str)
+def test_fa3_chunks(chunk: int, mask: dict[str, Any]) -> None:
+    """A query sees its own chunk of keys alone, in every form; before the first key it sees nothing."""
+    options = {"attention_chunk": chunk, **mask}
+    q, k, v = ragged()
+    out, lse = fa3.flash_attn_varlen_func(q, k, v, return_attn_probs=True, **fa3_lengths(), **options)
+    check(out, lse, split(q, k, v), options, unseen=-torch.inf)
+    for seqlen_q, seqlen_k in ((1, 13), (9, 13), (13, 5)):
+        q = normal(2, seqlen_q, HEADS, DIM, seed=1, std=2.0)
+        k, v = (normal(2, 24, KV_HEADS, DIM, seed=s) for s in (2, 3))
+        own = [x[:, :seqlen_k] for x in (k, v)]
+        sequences = list(zip(q, *own, strict=True))
+        table = torch.arange(12, dtype=torch.int32).view(2, 6).flip(0)
+        pools = [x.unflatten(1, (6, 4)).flip(0).flatten(0, 1) for x in (k, v)]
+        padded = [torch.cat((torch.full((2, 3, KV_HEADS, DIM), torch.nan), x), 1) for x in (k, v)]
+        length: Any = {"cache_seqlens": seqlen_k, "return_softmax_lse": True, **options}
+        for out, lse, *_ in (
+            fa3.flash_attn_func(q, *own, return_attn_probs=True, **options),
+            fa3.flash_attn_with_kvcache(q, k, v, **length),
+            fa3.flash_attn_with_kvcache(q, *pools, page_table=table, **length),
+            fa3.flash_attn_with_kvcache(
+                q, *padded, cache_leftpad=int32(3, 3), **{**length, "cache_seqlens": seqlen_k + 3}
+            ),
+        ):
+            check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, options, unseen=-torch.inf)
+
+
 def descales(batch: int, shared: bool) -> dict[str, torch.Tensor]:
     made = {
         n: torch.rand(batch, KV_HEADS, generator=torch.Generator().manual_seed(i)) + 0.5 for i, n in enumerate("qkv")
@@ -184,7 +212,6 @@ def test_what_fa3_refuses_says_which_argument() -> None:
     one = torch.ones(2, KV_HEADS)
     cases: list[tuple[str, dict[str, Any]]] = [
         ("qv is not supported", {"qv": q}),
-        ("attention_chunk is not supported", {"attention_chunk": 4}),
         ("sm_margin is not supported", {"sm_margin": 2}),
         ("pack_gqa=False is not supported", {"pack_gqa": False}),
         ("q_descale needs float8 tensors", {"q_descale": one}),

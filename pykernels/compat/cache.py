@@ -14,7 +14,16 @@ import torch
 
 from ..contract.schema import KV_CODES
 from ..ops.kv_cache import append_kv
-from .layout import State, attend_paged, even_cu_seqlens, ragged_queries, require, require_shape, row_table
+from .layout import (
+    State,
+    attend_paged,
+    chunk_segments,
+    even_cu_seqlens,
+    ragged_queries,
+    require,
+    require_shape,
+    row_table,
+)
 
 
 @dataclass
@@ -240,34 +249,73 @@ def append(
 
 
 def attend_cache(
-    queries: Queries, cache: Cache, lengths: torch.Tensor, leftpad: torch.Tensor | None, num_splits: int, **options: Any
+    queries: Queries,
+    cache: Cache,
+    lengths: torch.Tensor,
+    leftpad: torch.Tensor | None,
+    num_splits: int,
+    chunk: int = 0,
+    **options: Any,
 ) -> State:
-    """Attention of the queries over `lengths` tokens of each sequence, of which the first `leftpad` do not exist."""
-    capacity = cache.capacity
+    """Attention of the queries over `lengths` tokens of each sequence, of which the first `leftpad` do not exist.
+
+    With `chunk` a query sees only the keys between the same two multiples of it.
+    """
     if leftpad is not None:
         require_indices("cache_leftpad", leftpad, queries.batch)
-        cache, lengths = without_padding(cache, leftpad), (lengths - leftpad).clamp(min=0)
+        cache, lengths = token_cache(cache, leftpad), (lengths - leftpad).clamp(min=0)
     one_each = queries.seqlen == 1 and queries.rows.shape[0] == queries.batch
+    starts = None if one_each else queries.starts()
+    if chunk > 0:
+        cache = cache if leftpad is not None else token_cache(cache, torch.zeros_like(lengths))
+        if starts is None:
+            cache, lengths = last_chunks(cache, lengths, chunk)
+        else:
+            cache, lengths, starts = all_chunks(cache, lengths, starts, chunk)
     return attend_paged(
         queries.rows,
         cache.k,
         cache.v,
         block_table=cache.table,
         seqlens_k=lengths,
-        cu_seqlens_q=None if one_each else queries.starts(),
+        cu_seqlens_q=starts,
         max_seqlen_q=queries.seqlen,
-        max_seqlen_k=capacity,
+        max_seqlen_k=cache.capacity,
         one_each=one_each,
-        split_size=None if num_splits < 1 else max(1, -(-capacity // num_splits)),
+        split_size=None if num_splits < 1 else max(1, -(-cache.capacity // num_splits)),
         **options,
     )
 
 
-def without_padding(cache: Cache, leftpad: torch.Tensor) -> Cache:
-    """A contiguous cache read from `leftpad[b]` on: every token a page of its own."""
-    rows, seqlen = cache.k.shape[:2]
-    flat = [x.flatten(0, 1) for x in (cache.k, cache.v)]  # a view, but of a slice of a longer cache a copy
-    token = torch.arange(seqlen, dtype=torch.int32, device=leftpad.device) + leftpad.unsqueeze(1)
-    table = torch.where(token < seqlen, cache.table * seqlen + token, -1)
-    k, v = (x.unflatten(0, (rows * seqlen, 1)) for x in flat)
-    return Cache(k, v, table, seqlen)
+def token_cache(cache: Cache, first: torch.Tensor) -> Cache:
+    """The cache with every token a page of its own, read from token `first[b]` of each sequence on."""
+    page_size = cache.k.shape[1]
+    k, v = (x.flatten(0, 1).unsqueeze(1) for x in (cache.k, cache.v))  # views, but of a slice of a longer cache copies
+    token = torch.arange(cache.capacity, dtype=torch.int32, device=first.device) + first.unsqueeze(1)
+    column = (token // page_size).clamp(max=cache.table.shape[1] - 1).long()
+    page = torch.gather(cache.table, 1, column)
+    table = torch.where((token < cache.capacity) & (page >= 0), page * page_size + token % page_size, -1)
+    return Cache(k, v, table, cache.capacity)
+
+
+def last_chunks(cache: Cache, lengths: torch.Tensor, chunk: int) -> tuple[Cache, torch.Tensor]:
+    """Of each sequence the chunk that its last token is in: what one query sees."""
+    first = (lengths - 1).clamp(min=0) // chunk * chunk
+    column = first.unsqueeze(1) + torch.arange(min(chunk, cache.capacity), device=first.device)
+    table = torch.gather(cache.table, 1, column.clamp(max=cache.capacity - 1).long())
+    return Cache(cache.k, cache.v, table, table.shape[1]), lengths - first
+
+
+def all_chunks(
+    cache: Cache, lengths: torch.Tensor, starts: torch.Tensor, chunk: int
+) -> tuple[Cache, torch.Tensor, torch.Tensor]:
+    """Every chunk a sequence, as `chunk_segments` cuts them."""
+    cu_k = torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)))
+    starts, cu_k = chunk_segments(starts, cu_k, chunk, cache.capacity)
+    count = -(-cache.capacity // chunk)
+    width = min(chunk, cache.capacity)
+    table = torch.nn.functional.pad(cache.table, (0, count * chunk - cache.capacity), value=-1)
+    table = table.unflatten(1, (count, chunk))[:, :, :width]
+    before = table.new_full((table.shape[0], 1, width), -1)  # queries before the first key
+    table = torch.cat((before, table), 1).flatten(0, 1)
+    return Cache(cache.k, cache.v, table, width), torch.diff(cu_k), starts

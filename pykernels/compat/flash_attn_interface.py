@@ -3,8 +3,7 @@
 Where its contract differs from the ops', this follows upstream: errors are RuntimeError; a row that sees no key has lse
 -inf; float8 tensors have descales `[batch, num_kv_heads]` and give bfloat16; queries past `seqused_q` (which upstream
 leaves unwritten) give 0. `num_splits` bounds the parts of one query's keys, as upstream's dynamic splits do; prefill is
-never cut. Queries of a group always share a pass, so `pack_gqa=False` is refused; so are `qv`, `attention_chunk`,
-`sm_margin`, `scheduler_metadata` (the kernels plan for themselves) and tensors that require grad. `deterministic` changes
+never cut. Queries of a group always share a pass, so `pack_gqa=False` is refused; so are `qv`, `sm_margin`, `scheduler_metadata` (the kernels plan for themselves) and tensors that require grad. `deterministic` changes
 the backward pass alone.
 """
 
@@ -33,10 +32,11 @@ from .layout import (
     attend_paged,
     attend_ragged,
     batched_lse,
+    chunk_segments,
     dense_or_none,
+    even_cu_seqlens,
     last_dense,
     mask_options,
-    per_segment,
     ragged_queries,
     raises_runtime_error,
     refuse_given,
@@ -60,11 +60,8 @@ __all__ = [
 _UNSEEN = -math.inf
 
 
-def refuse_hopper_options(
-    qv: Any = None, attention_chunk: int = 0, sm_margin: int = 0, scheduler_metadata: Any = None, pack_gqa: Any = None
-) -> None:
+def refuse_hopper_options(qv: Any, sm_margin: int, scheduler_metadata: Any, pack_gqa: Any) -> None:
     refuse_given("pass it as a part of q and v as a part of k, where the head dim allows", qv=qv)
-    refuse_given("the kernels have windows, not chunks", attention_chunk=attention_chunk)
     refuse_given("the kernels use the whole device", sm_margin=sm_margin)
     refuse_given("the kernels plan for themselves: leave it out", scheduler_metadata=scheduler_metadata)
     require(pack_gqa is None or bool(pack_gqa), "pack_gqa=False is not supported: queries of a group share a pass")
@@ -108,12 +105,22 @@ def flash_attn_func(
     Raises:
         RuntimeError: an argument that cannot be or is refused; NotImplementedError: no backend can.
     """
-    refuse_hopper_options(qv, attention_chunk, sm_margin, None, pack_gqa)
+    refuse_hopper_options(qv, sm_margin, None, pack_gqa)
     refuse_grad(q=q, k=k, v=v)
     require(q.dim() == 4, f"q must have shape (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
     batch, seqlen_q = q.shape[:2]
     require_shape("k", k, batch, -1, -1, q.shape[3])
     require_shape("v", v, *k.shape[:3], -1)
+    if attention_chunk > 0:
+        options: Any = {
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": window_size,
+            "softcap": softcap,
+        }
+        options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+        out, lse = _dense_chunks(q, k, v, {**options, "attention_chunk": attention_chunk})
+        return (out, lse) if return_attn_probs else out
     mask = mask_options(q, causal, softmax_scale, window_size, softcap)
     q, k, v = (last_dense(x) for x in (q, k, v))
     descale = descale_of(q, k, batch, q_descale, k_descale, v_descale)
@@ -124,6 +131,17 @@ def flash_attn_func(
     if descale.per_sequence:
         out = descale.output(ragged_queries(out), sequence).unflatten(0, (batch, seqlen_q))
     return (out, batched_lse(lse, batch, seqlen_q, _UNSEEN)) if return_attn_probs else out
+
+
+def _dense_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
+    """Chunks are cut in rows of all sequences one after another; keys that do not lie so are copied."""
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    rows = {n: ragged_queries(x) for n, x in (("q", q), ("k", k), ("v", v))}
+    lengths: Any = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+    for n, seqlen in (("q", seqlen_q), ("k", seqlen_k)):
+        lengths[f"cu_seqlens_{n}"] = even_cu_seqlens(batch, seqlen, q.device)
+    out, lse = flash_attn_varlen_func(**rows, **lengths, **options, return_attn_probs=True)
+    return out.unflatten(0, (batch, seqlen_q)), batched_lse(lse, batch, seqlen_q, _UNSEEN)
 
 
 def _sequences(batch: int, seqlen: int, q: torch.Tensor) -> torch.Tensor:
@@ -203,7 +221,7 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`.
     """
-    refuse_hopper_options(qv, attention_chunk, sm_margin, None, pack_gqa)
+    refuse_hopper_options(qv, sm_margin, None, pack_gqa)
     refuse_grad(q=q, k=k, v=v)
     require_shape("q", q, -1, -1, -1)
     batch = cu_seqlens_q.shape[0] - 1
@@ -218,7 +236,9 @@ def flash_attn_varlen_func(
         require_shape("seqused_q", seqused_q, batch)
         require_shape("seqused_k", seqused_k, batch)
         cu_seqlens_q, cu_seqlens_k = used_segments(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        mask["alibi_slopes"] = per_segment(mask["alibi_slopes"], 3)
+    if attention_chunk > 0:
+        cu_seqlens_q, cu_seqlens_k = chunk_segments(cu_seqlens_q, cu_seqlens_k, attention_chunk, max_seqlen_k)
+        bounds["max_seqlen_k"] = max_seqlen_k = min(attention_chunk, max_seqlen_k)
     if descale.scales is None:
         out, lse = attend_ragged(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **bounds, **mask)
     else:
@@ -280,7 +300,7 @@ def flash_attn_with_kvcache(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`; nothing is written then.
     """
-    refuse_hopper_options(qv, attention_chunk, sm_margin, scheduler_metadata, pack_gqa)
+    refuse_hopper_options(qv, sm_margin, scheduler_metadata, pack_gqa)
     refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     q, page_table, k, v = last_dense(q), dense_or_none(page_table), dense_or_none(k), dense_or_none(v)
     queries = _queries(q, cu_seqlens_q, max_seqlen_q)
@@ -303,7 +323,7 @@ def flash_attn_with_kvcache(
     sequence = queries.tokens()[0] if descale.per_sequence else None
     queries.rows = descale.queries(queries.rows, sequence)
     mask |= {"return_lse": return_softmax_lse, **(descale.scales or {})}
-    out, lse = attend_cache(queries, cache, lengths, cache_leftpad, num_splits, **mask)
+    out, lse = attend_cache(queries, cache, lengths, cache_leftpad, num_splits, attention_chunk, **mask)
     out = descale.output(out, sequence)
     if cu_seqlens_q is None:
         out = out.unflatten(0, q.shape[:2])

@@ -258,8 +258,17 @@ def used_segments(
     return torch.cat((cu_q[:1], ends_q)), torch.cat((cu_k[:1], ends_k))
 
 
-def per_segment(alibi_slopes: torch.Tensor | None, segments: int) -> torch.Tensor | None:
-    """Slopes `[batch, num_heads]` for sequences that were cut in `segments` each."""
-    if alibi_slopes is None or alibi_slopes.dim() == 1:
-        return alibi_slopes
-    return alibi_slopes.repeat_interleave(segments, 0)
+def chunk_segments(
+    cu_q: torch.Tensor, cu_k: torch.Tensor, chunk: int, max_seqlen_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences cut where keys are multiples of `chunk`, as ragged sequences of which each sees its own chunk alone.
+
+    The first of a sequence has the queries before its first key, which see nothing. Every other one ends with the key of
+    its last query, so that masks stay aligned to the bottom right. No copy.
+    """
+    seqlens_q, seqlens_k = (torch.diff(x).unsqueeze(1) for x in (cu_q, cu_k))
+    edges = torch.arange(-(-max_seqlen_k // chunk) + 1, dtype=torch.int32, device=cu_q.device) * chunk
+    ends_k = torch.minimum(edges, seqlens_k)
+    ends_q = (ends_k + seqlens_q - seqlens_k).clamp(min=0)
+    starts_q, starts_k = cu_q[:-1].unsqueeze(1), cu_k[:-1].unsqueeze(1)
+    return torch.cat((cu_q[:1], (starts_q + ends_q).flatten())), torch.cat((cu_k[:1], (starts_k + ends_k).flatten()))
