@@ -170,9 +170,12 @@ def test_nothing_is_written_when_a_call_is_refused() -> None:
     fits = Problem("rows", 3, 3)
     cos = torch.ones(SEQLEN, 8)
     cases: list[tuple[Problem, dict[str, Any], str]] = [
-        (base, {}, "cache_seqlens[1] with the new tokens is 41, but the cache holds 40"),
-        (paged, {}, "cache_seqlens[1] with the new tokens is 41, but the cache holds 40"),
-        (hole, {}, "slot_mapping"),
+        (base, {}, "cache_seqlens with the new tokens is 41, but the cache holds 40"),
+        (paged, {}, "cache_seqlens with the new tokens is 41, but the cache holds 40"),
+        (hole, {}, "block_table must name a page for every new token, got -1"),
+        (fits, {"cache_batch_idx": int32(0, -1)}, "cache_batch_idx must name a page for every new token, got -1"),
+        (fits, {"cache_batch_idx": int32(0, 9)}, "slot_mapping"),
+        (fits, {"cache_seqlens": int32(-1, 3)}, "cache_seqlens must be at least 0"),
         (fits, {"v": None}, "k and v must be given together"),
         (fits, {"cache_seqlens": None}, "cache_seqlens must be given with k and v"),
         (fits, {"cache_seqlens": int32(1, 2, 3)}, "cache_seqlens must have shape (2)"),

@@ -40,11 +40,22 @@ class Queries:
             return self.cu_seqlens
         return even_cu_seqlens(self.batch, self.seqlen, self.rows.device)
 
-    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequence and offset of each query token."""
+    def sequences(self) -> torch.Tensor:
+        """The sequence of each query token."""
         if self.cu_seqlens is not None:
-            return ragged_tokens(self.cu_seqlens, self.rows.shape[0])
-        return even_tokens(self.batch, self.seqlen, self.rows.device)
+            return ragged_tokens(self.cu_seqlens, self.rows.shape[0])[0]
+        return torch.arange(self.batch, device=self.rows.device).repeat_interleave(self.seqlen)
+
+    def positions(self, first: torch.Tensor, upward: bool) -> torch.Tensor:
+        """`[tokens]`: `first` of the sequence, counted up within it or not."""
+        if self.cu_seqlens is not None:
+            sequence, offset = ragged_tokens(self.cu_seqlens, self.rows.shape[0])
+            return first[sequence] + offset if upward else first[sequence]
+        if self.seqlen == 1:
+            return first
+        if not upward:
+            return first.repeat_interleave(self.seqlen)
+        return (first.unsqueeze(1) + torch.arange(self.seqlen, device=first.device)).flatten()
 
 
 @dataclass
@@ -55,17 +66,37 @@ class Cache:
     v: torch.Tensor
     table: torch.Tensor  # int32 [batch, pages]
     capacity: int
+    table_name: str = "cache_batch_idx"
 
-    def slots(self, sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Where tokens go, int64. What has no place gets a slot past the end, which `append_kv` refuses."""
-        page_size, none = self.k.shape[1], self.k.shape[0] * self.k.shape[1]
-        if self.table.shape[1] == 1:
-            page, offset = self.table[sequence, 0].long(), position
-        else:
+    def slots(self, new: NewTokens, lengths: torch.Tensor) -> torch.Tensor:
+        """Where new tokens go, int64 `[tokens]`, all of them inside or refused.
+
+        Contents are read where that is free, on the CPU. Elsewhere what has no place gets a slot past the end, which
+        `append_kv` refuses or never writes.
+        """
+        position, page_size = new.positions(lengths), self.k.shape[1]
+        readable = not torch.compiler.is_compiling() and lengths.device.type == "cpu"
+        if readable and position.numel():
+            lowest, highest = (int(x) for x in position.aminmax())
+            require(lowest >= 0, f"cache_seqlens must be at least 0, got {lowest}")
+            require(
+                highest < self.capacity,
+                f"cache_seqlens with the new tokens is {highest + 1}, but the cache holds {self.capacity}",
+            )
+        page, offset = self.table, position
+        if self.table.shape[1] != 1:
             column = (position // page_size).clamp(0, self.table.shape[1] - 1)
-            page, offset = self.table[sequence, column].long(), position % page_size
-        slot = page * page_size + offset
-        return torch.where((position < self.capacity) & (position >= 0) & (page >= 0), slot, none)
+            offset = position % page_size
+            page = self.table[new.sequence, column] if new.sequence is not None else torch.gather(self.table, 1, column)
+        elif new.sequence is not None:
+            page = self.table[new.sequence, 0]
+        if readable and page.numel():
+            require(
+                int(page.min()) >= 0, f"{self.table_name} must name a page for every new token, got {int(page.min())}"
+            )
+            return torch.add(offset, page, alpha=page_size).flatten()
+        inside = (position >= 0) & (position < self.capacity) & (page >= 0)
+        return torch.where(inside, offset + page.long() * page_size, self.k.shape[0] * page_size).flatten()
 
 
 def open_cache(
@@ -88,7 +119,7 @@ def open_cache(
     require(batch_idx is None, "cache_batch_idx is not supported with a paged cache")
     require_shape(table_name, block_table, batch, -1)
     require(block_table.dtype == torch.int32, f"{table_name} must have dtype int32, got {block_table.dtype}")
-    return Cache(k_cache, v_cache, block_table, block_table.shape[1] * k_cache.shape[1])
+    return Cache(k_cache, v_cache, block_table, block_table.shape[1] * k_cache.shape[1], table_name)
 
 
 def require_indices(name: str, x: torch.Tensor, batch: int) -> None:
@@ -124,13 +155,21 @@ def require_attention(q: torch.Tensor, cache: Cache, batch: int, mask: dict[str,
 
 @dataclass
 class NewTokens:
-    """Keys and values to append, `[tokens, heads, dim]`: token i is `offset[i]` after the end of sequence `sequence[i]`."""
+    """Keys and values to append, `[tokens, heads, dim]`: the same number for every sequence, or token i for `sequence[i]`."""
 
     k: torch.Tensor
     v: torch.Tensor
-    sequence: torch.Tensor
-    offset: torch.Tensor
     counts: int | torch.Tensor  # per sequence
+    sequence: torch.Tensor | None = None
+    offset: torch.Tensor | None = None  # of a token among the new ones of its sequence
+
+    def positions(self, first: torch.Tensor) -> torch.Tensor:
+        """int64, `[batch, count]` or `[tokens]`: where tokens stand if those of sequence b begin at `first[b]`."""
+        if self.sequence is not None and self.offset is not None:
+            return first[self.sequence].long() + self.offset
+        if self.counts == 1:
+            return first.long().unsqueeze(1)
+        return first.unsqueeze(1) + torch.arange(int(self.counts), device=first.device)
 
 
 def new_tokens(
@@ -140,19 +179,12 @@ def new_tokens(
     if cu_seqlens is None:
         require_shape("k", k, batch, -1, heads, dim)
         require_shape("v", v, batch, k.shape[1], heads, dim_v)
-        sequence, offset = even_tokens(batch, k.shape[1], k.device)
-        return NewTokens(ragged_queries(k), ragged_queries(v), sequence, offset, k.shape[1])
+        return NewTokens(ragged_queries(k), ragged_queries(v), k.shape[1])
     require_indices("cu_seqlens_k_new", cu_seqlens, batch + 1)
     require_shape("k", k, -1, heads, dim)
     require_shape("v", v, k.shape[0], heads, dim_v)
     sequence, offset = ragged_tokens(cu_seqlens, k.shape[0])
-    return NewTokens(k, v, sequence, offset, torch.diff(cu_seqlens))
-
-
-def even_tokens(batch: int, seqlen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence and offset of each of `batch * seqlen` tokens."""
-    token = torch.arange(batch * seqlen, device=device)
-    return (token, token * 0) if seqlen == 1 else (token // max(seqlen, 1), token % max(seqlen, 1))
+    return NewTokens(k, v, torch.diff(cu_seqlens), sequence, offset)
 
 
 def ragged_tokens(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,18 +259,11 @@ def append(
     not fit is refused before anything is written.
     """
     total = lengths + new.counts
-    if not torch.compiler.is_compiling() and total.device.type == "cpu" and total.numel():
-        longest = int(total.argmax())
-        require(
-            int(total[longest]) <= cache.capacity,
-            f"cache_seqlens[{longest}] with the new tokens is {int(total[longest])}, but the cache holds {cache.capacity}",
-        )
+    slots = cache.slots(new, lengths)
     if rotary is not None:
         first = lengths if rotary_lengths is None else rotary_lengths
-        sequence, offset = queries.tokens()
-        queries.rows = rotary.turn(queries.rows, first[sequence] + offset if local else first[sequence])
-        new.k = rotary.turn(new.k, first[new.sequence] + new.offset)
-    slots = cache.slots(new.sequence, lengths[new.sequence].long() + new.offset)
+        queries.rows = rotary.turn(queries.rows, queries.positions(first, local))
+        new.k = rotary.turn(new.k, new.positions(first).flatten())
     if cache.k.dtype.itemsize == 1:  # codes as they come: float8 in bfloat16 and back at scale 1 is exact
         one = torch.ones((), dtype=torch.float32, device=cache.k.device)
         k, v = (x.to(torch.bfloat16) for x in (new.k, new.v))

@@ -136,7 +136,7 @@ def flash_attn_func(
 def _dense_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
     """Chunks are cut in rows of all sequences one after another; keys that do not lie so are copied."""
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-    rows = {n: ragged_queries(x) for n, x in (("q", q), ("k", k), ("v", v))}
+    rows: Any = {n: ragged_queries(x) for n, x in (("q", q), ("k", k), ("v", v))}
     lengths: Any = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
     for n, seqlen in (("q", seqlen_q), ("k", seqlen_k)):
         lengths[f"cu_seqlens_{n}"] = even_cu_seqlens(batch, seqlen, q.device)
@@ -320,7 +320,7 @@ def flash_attn_with_kvcache(
         local = causal or 0 <= left < cache.capacity - 1 or 0 <= right < queries.seqlen - 1
         new = new_tokens(k, v, queries.batch, cache, cu_seqlens_k_new)
         lengths = append(new, lengths, cache, rotary, queries, local, rotary_seqlens)
-    sequence = queries.tokens()[0] if descale.per_sequence else None
+    sequence = queries.sequences() if descale.per_sequence else None
     queries.rows = descale.queries(queries.rows, sequence)
     mask |= {"return_lse": return_softmax_lse, **(descale.scales or {})}
     out, lse = attend_cache(queries, cache, lengths, cache_leftpad, num_splits, attention_chunk, **mask)
