@@ -36,7 +36,7 @@ def check_dense(result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences_of(q, k, v), options)
 
 
-@pytest.mark.parametrize("seqlens", [(1, 33), (5, 33), (33, 5), (17, 17), (3, 1)], ids=str)
+@pytest.mark.parametrize("seqlens", [(1, 33), (5, 33), (33, 5), (17, 17), (3, 1), (0, 4), (4, 0)], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_dense(name: str, seqlens: tuple[int, int]) -> None:
     q, k, v = dense(*seqlens)

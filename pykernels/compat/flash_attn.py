@@ -332,5 +332,5 @@ def flash_attn_with_kvcache(
         local = causal or any(0 <= w < cache.capacity for w in mask["window_size"])
         lengths = append(new_tokens(k, v, batch, cache, None), lengths, cache, rotary, queries, local)
     out, lse = attend_cache(queries, cache, lengths, cache_leftpad, num_splits, return_lse=return_softmax_lse, **mask)
-    out = out.unflatten(0, (batch, seqlen_q))
+    out = out.view(*q.shape[:3], out.shape[-1])
     return (out, batched_lse(lse, batch, seqlen_q, _UNSEEN)) if return_softmax_lse else out

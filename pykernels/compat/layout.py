@@ -150,7 +150,7 @@ def attend_dense(
     `[num_heads, batch * seqlen_q]`. One query each is a decode step; `scales` are `k_scale` and `v_scale` of codes."""
     batch, seqlen_q, seqlen_k, dim = q.shape[0], q.shape[1], k.shape[1], v.shape[-1]
     rows, keys, values = ragged_queries(padded_head(q)), padded_head(k), padded_head(v)
-    mask["return_lse"] = return_lse
+    mask |= {"return_lse": return_lse, "out": result_rows(rows, values.shape[-1])}
     sizes: dict[str, Any] = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
     flat_k, flat_v = ragged(keys), ragged(values)
     if scales is None and flat_k is not None and flat_v is not None and (seqlen_q != 1 or seqlen_k == 0):
@@ -165,7 +165,7 @@ def attend_dense(
         else:
             cu_q = even_cu_seqlens(batch, seqlen_q, q.device)
             state = _state(paged_prefill_attention(rows, keys, values, cu_seqlens_q=cu_q, **pages, **sizes, **mask))
-    return unpadded(state[0], dim).unflatten(0, (batch, seqlen_q)), state[1]
+    return unpadded(state[0], dim).view(batch, seqlen_q, q.shape[2], dim), state[1]
 
 
 def attend_ragged(
@@ -179,7 +179,8 @@ def attend_ragged(
 ) -> State:
     """q, k, v `[total, heads, dim]`; `options` are lengths and mask of `prefill_attention`."""
     rows, keys, values = padded_head(q), padded_head(k), padded_head(v)
-    dim, direct = v.shape[-1], out if v.shape[-1] % 8 == 0 else None
+    dim = v.shape[-1]
+    direct = out if out is not None and dim % 8 == 0 else result_rows(rows, values.shape[-1])
     state = _state(prefill_attention(rows, keys, values, out=direct, return_lse=return_lse, **options))
     return _delivered(state, dim, out)
 
@@ -200,7 +201,8 @@ def attend_paged(
 ) -> State:
     """q `[total, num_heads, dim]` over pages; `one_each` says that row i is the only query of sequence i."""
     rows, keys, values = padded_head(q), padded_head(k_cache), padded_head(v_cache)
-    dim, direct = v_cache.shape[-1], out if v_cache.shape[-1] % 8 == 0 else None
+    dim = v_cache.shape[-1]
+    direct = out if out is not None and dim % 8 == 0 else result_rows(rows, values.shape[-1])
     options |= {"out": direct, "return_lse": return_lse}
     if one_each or cu_seqlens_q is None:
         state = _state(paged_decode_attention(rows, keys, values, split_size=split_size, **options))
@@ -212,6 +214,11 @@ def attend_paged(
         }
         state = _state(paged_prefill_attention(rows, keys, values, **sizes, **options))
     return _delivered(state, dim, out)
+
+
+def result_rows(rows: torch.Tensor, dim_v: int) -> torch.Tensor:
+    """Where an op writes; given to it, because finding the shape itself costs it tens of microseconds."""
+    return rows.new_empty(rows.shape[0], rows.shape[1], dim_v)
 
 
 def _state(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> State:

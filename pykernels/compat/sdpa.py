@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from ..ops.decode import paged_decode_attention
 from ..ops.prefill import paged_prefill_attention, prefill_attention
 from .band import Band, band_of, full_band
-from .layout import even_cu_seqlens, ragged, ragged_queries
+from .layout import even_cu_seqlens, ragged, ragged_queries, result_rows
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _torch_sdpa = torch._C._nn.scaled_dot_product_attention
@@ -116,7 +116,9 @@ def _problem(
     tensors = (query, key, value)
     if reason := _unserved(tensors, attn_mask, dropout_p, is_causal):
         return reason
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    lead = query.shape[:-3]
+    if not lead == key.shape[:-3] == value.shape[:-3]:
+        lead = torch.broadcast_shapes(lead, key.shape[:-3], value.shape[:-3])
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if key.shape[-2] != value.shape[-2]:  # torch 2.13 on a CPU reads past the shorter one
         raise RuntimeError(f"key and value must have the same length, got {key.shape[-2]} and {value.shape[-2]}")
@@ -232,6 +234,7 @@ def _run(
     starts, ends = [s - first for s in starts], [e - first for e in ends]
     sizes: dict[str, Any] = {"max_seqlen_q": seqlen_q, "max_seqlen_k": past - first}
     rows, flat_k, flat_v = ragged_queries(q), ragged(k), ragged(v)
+    mask["out"] = result_rows(rows, v.shape[-1])
     if flat_k is not None and flat_v is not None and seqlen_q > 1 and not any(starts) and set(ends) == {past - first}:
         cu_q, cu_k = (even_cu_seqlens(batch, n, q.device) for n in (seqlen_q, past - first))
         out = prefill_attention(rows, flat_k, flat_v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **sizes, **mask)
