@@ -223,6 +223,24 @@ def test_fa3_dense_queries(kind: str) -> None:
         check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, options, unseen=-torch.inf, extra=1e-5)
 
 
+def test_fa3_pages_with_batch_idx_and_leftpad() -> None:
+    """FA3 allows both: rows of the page table are those that cache_batch_idx names, and sequences begin at the padding."""
+    for seqlens in ((1, 1), (5, 5)):
+        problem = Problem("paged", *seqlens)
+        problem.pad = (3, 7)
+        sequences, caches = problem.expected(local=True)
+        table = torch.full((5, 5), -1, dtype=torch.int32)
+        table[4], table[1] = problem.table
+        args = {n: x for n, x in problem.args.items() if n != "block_table"}
+        args |= {"page_table": table, "cache_batch_idx": int32(4, 1), "cache_leftpad": int32(3, 7)}
+        args["rotary_seqlens"] = int32(1, 2)  # of no rotary: means nothing, as upstream's tests have it
+        out, lse, *_ = fa3.flash_attn_with_kvcache(
+            problem.q, *problem.caches, causal=True, return_softmax_lse=True, **args
+        )
+        assert all(torch.equal(a, b) for a, b in zip(problem.caches, caches, strict=True))
+        check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, {"causal": True}, unseen=-torch.inf)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_fa3_ragged_queries_and_ragged_new_keys(kind: str) -> None:
     """Of 5 queries and 4 new keys of each sequence only some exist, another number in each."""

@@ -207,6 +207,19 @@ def test_fa3_combine_is_attention_over_the_union() -> None:
     assert torch.equal(into, out)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_fa3_combine_of_parts_that_saw_nothing(splits: int) -> None:
+    """Whatever their out holds."""
+    out_partial, lse_partial = normal(splits, 2, 5, HEADS, DIM, seed=1), normal(splits, 2, 5, HEADS, seed=2)
+    lse_partial[:, 0] = -torch.inf
+    lse_partial[splits // 2, 1, 2] = -torch.inf
+    out, lse = fa3.flash_attn_combine(out_partial, lse_partial)
+    expected = torch.logsumexp(lse_partial.double(), 0)
+    weights = torch.exp(lse_partial.double() - expected).nan_to_num(0.0)
+    torch.testing.assert_close(lse, expected.float())
+    torch.testing.assert_close(out, (weights.unsqueeze(-1) * out_partial).sum(0).float())
+
+
 def test_what_fa3_refuses_says_which_argument() -> None:
     q, k, v = (normal(2, 4, h, DIM, seed=h) for h in (HEADS, KV_HEADS, KV_HEADS))
     one = torch.ones(2, KV_HEADS)

@@ -24,6 +24,7 @@ from .cache import (
     open_cache,
     ragged_tokens,
     require_attention,
+    require_indices,
     rotary_of,
 )
 from .descale import descale_of
@@ -304,15 +305,16 @@ def flash_attn_with_kvcache(
     refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     q, page_table, k, v = last_dense(q), dense_or_none(page_table), dense_or_none(k), dense_or_none(v)
     queries = _queries(q, cu_seqlens_q, max_seqlen_q)
+    if page_table is not None and cache_batch_idx is not None:
+        require_indices("cache_batch_idx", cache_batch_idx, queries.batch)
+        page_table, cache_batch_idx = page_table.index_select(0, cache_batch_idx), None
     cache = open_cache(k_cache, v_cache, queries.batch, page_table, cache_batch_idx, "page_table")
-    require(page_table is None or cache_leftpad is None, "cache_leftpad is not supported with a paged cache")
     require((k is None) == (v is None), "k and v must be given together")
     require(k is None or cache_seqlens is not None, "cache_seqlens must be given with k and v")
     require(k is not None or cu_seqlens_k_new is None, "cu_seqlens_k_new needs k and v")
     mask = mask_options(q, causal, softmax_scale, window_size, softcap)
     require_attention(q, cache, queries.batch, mask)
     rotary = rotary_of(q, rotary_cos, rotary_sin, rotary_interleaved, cache.capacity, has_new=k is not None)
-    require(rotary is not None or rotary_seqlens is None, "rotary_seqlens needs rotary_cos and rotary_sin")
     descale = descale_of(q, k_cache, queries.batch, q_descale, k_descale, v_descale)
     lengths = cache_lengths(cache_seqlens, queries.batch, cache)
     if k is not None and v is not None:
@@ -369,6 +371,8 @@ def flash_attn_combine(
     parts = out_partial.reshape(out_partial.shape[0], -1, *out_partial.shape[-2:])
     sums = lse_partial.reshape(lse_partial.shape[0], -1, lse_partial.shape[-1]).transpose(1, 2).contiguous()
     state = parts[0], sums[0]
+    if parts.shape[0] == 1:  # nothing to merge with, but a part that saw nothing counts for nothing
+        state = parts[0].masked_fill((sums[0] == -math.inf).t().unsqueeze(-1), 0.0), sums[0]
     for part, lse in zip(parts[1:], sums[1:], strict=True):
         state = merge_attention_states(*state, part, lse)
     merged, lse = state[0].view(out_partial.shape[1:]), state[1].t().reshape(lse_partial.shape[1:])
