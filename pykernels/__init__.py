@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .kv_cache import PagedKVCache
 from .ops.activation import gated_activation
 from .ops.decode import merge_attention_states, paged_decode_attention
-from .ops.kv_cache import append_kv, copy_pages, gather_kv, rope_append_kv
+from .ops.kv_cache import append_kv, copy_pages, gather_kv, rope_append_kv, swap_pages
 from .ops.linear import PackedWeight, embedding, linear, pack_weight
 from .ops.norm import rms_norm
 from .ops.prefill import paged_prefill_attention, prefill_attention
@@ -43,6 +43,7 @@ __all__ = [
     "rope_append_kv",
     "rotary_embedding",
     "sample",
+    "swap_pages",
     "verify_draft",
 ]
 

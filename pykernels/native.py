@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .contract import OPS, native_arguments, packed_bytes
+from .contract import OPS, device_of, native_arguments, packed_bytes
 
 # Best first. The CPU flags that a level's code may use, as Linux names them.
 LEVELS = ("avx512", "avx2", "scalar")
@@ -143,7 +143,7 @@ class CpuBackend:
 
     def refuses(self, op_name: str, args: Mapping[str, Any]) -> list[str]:
         """Reasons why this legal call cannot be served; empty when it can."""
-        device = next(v.device for v in args.values() if isinstance(v, torch.Tensor))
+        device, _ = device_of(OPS[op_name], args)
         if device.type != "cpu":
             return [f"tensors are on {device}, not in host memory"]
         if not hasattr(module(), op_name):

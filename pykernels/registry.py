@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from .contract import Op
+from .contract import Op, device_of
 
 
 class Backend(Protocol):
@@ -84,10 +82,6 @@ def backends() -> dict[str, Available | Unavailable]:
     return found
 
 
-def _device(args: Mapping[str, Any]) -> str:
-    return next(v.device.type for v in args.values() if isinstance(v, torch.Tensor))
-
-
 def _reasons(name: str, op: Op, args: Mapping[str, Any]) -> list[str]:
     if (name, op.family) in ABSENT:
         return [ABSENT[name, op.family]]
@@ -100,7 +94,8 @@ def _reasons(name: str, op: Op, args: Mapping[str, Any]) -> list[str]:
 
 def resolve(op: Op, args: Mapping[str, Any], backend: str) -> Backend:
     """The backend that serves this call. NotImplementedError with every reason when none can."""
-    names = _AUTO.get(_device(args), ()) if backend == "auto" else (backend,)
+    device = device_of(op, args)[0].type
+    names = _AUTO.get(device, ()) if backend == "auto" else (backend,)
     refused = []
     for name in names:
         _known(name)
@@ -108,5 +103,5 @@ def resolve(op: Op, args: Mapping[str, Any], backend: str) -> Backend:
         if not reasons:
             return load(name)
         refused.append(f"{name}: {'; '.join(reasons)}")
-    why = "; ".join(refused) or f"no backend serves {_device(args)} tensors"
+    why = "; ".join(refused) or f"no backend serves {device} tensors"
     raise NotImplementedError(f"{op.name}: no backend can serve this call ({why})")

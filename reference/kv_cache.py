@@ -1,4 +1,4 @@
-"""Paged KV cache: append (and quantise, and rotate), gather (and dequantise), copy pages."""
+"""Paged KV cache: append (and quantise, and rotate), gather (and dequantise), copy and swap pages."""
 
 from __future__ import annotations
 
@@ -126,4 +126,28 @@ def copy_pages(
     for pool in (k_cache, v_cache, k_scale, v_scale):
         if pool is not None and pool.dim() >= 3:
             pool[dst_pages] = pool[src_pages].clone()
+    return ()
+
+
+def swap_pages(
+    *,
+    k_from: torch.Tensor,
+    v_from: torch.Tensor,
+    k_to: torch.Tensor,  # written
+    v_to: torch.Tensor,  # written
+    src_pages: torch.Tensor,  # [num_copies], pages of k_from and v_from
+    dst_pages: torch.Tensor,  # [num_copies], pages of k_to and v_to
+    k_scale_from: torch.Tensor | None,
+    v_scale_from: torch.Tensor | None,
+    k_scale_to: torch.Tensor | None,  # written where dynamic
+    v_scale_to: torch.Tensor | None,
+    compute_dtype: torch.dtype = torch.float64,
+) -> tuple[()]:
+    """Copies whole pages between two caches, dynamic scales included, bit for bit (so `compute_dtype` changes nothing)."""
+    del compute_dtype
+    pairs = ((k_from, k_to), (v_from, v_to), (k_scale_from, k_scale_to), (v_scale_from, v_scale_to))
+    for source, target in pairs:
+        if source is not None and target is not None and source.dim() >= 3:
+            pages = source[src_pages.to(source.device)]
+            target[dst_pages.to(target.device)] = pages.to(target.device)
     return ()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pykernels.contract import OPS, Op, Scalar, Tensor, allocate, bind_dims, check
+from pykernels.contract import OPS, Op, Scalar, Tensor, allocate, bind_dims, check, device_of
 from pykernels.library import call
 from pykernels.testing.compare import same_bits
 from pykernels.testing.factories import cases
@@ -73,8 +73,8 @@ def test_a_wrong_device_names_both(op: Op, arg: Tensor) -> None:
     args = base(op)
     if args[arg.name] is None:
         pytest.skip("no case has this optional argument")
-    if arg.name == op.tensors[0].name:
-        pytest.skip("the first tensor decides the device")
+    if arg.name == device_of(op, args)[1]:
+        pytest.skip("this tensor decides the device")
     refuses(op, args | {arg.name: args[arg.name].to("meta")}, ValueError, arg.name, "must be on cpu", "meta")
 
 
@@ -165,6 +165,17 @@ RULES: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] = [
     ),
     ("rms_norm", lambda a: {"residual": None, "residual_out": a["x"].clone()}, "residual_out needs a residual"),
     ("rotary_embedding", lambda a: {"inv_freq": torch.ones(a["q"].shape[-1])}, "more than half of head_dim"),
+    ("swap_pages", lambda a: {"k_scale_to": torch.ones(())}, "of both sides must be given for int8"),
+    (
+        "swap_pages",
+        lambda a: {"k_to": a["k_from"][1:], "v_to": torch.empty_like(a["v_from"][1:])},
+        "must not share memory with k_from",
+    ),
+    (
+        "swap_pages",
+        lambda a: {"k_to": torch.empty_like(a["k_from"]), "v_to": a["v_from"]},
+        "v_to must not share memory",
+    ),
     (
         "linear",
         lambda a: {"weight": a["weight"].flatten().view(torch.uint8)[:-1].clone(), "weight_format": "q4_1"},
@@ -179,6 +190,26 @@ def test_a_broken_rule_says_what_must_hold(
 ) -> None:
     args = next(iter(cases(name, "smoke"))).args()
     refuses(OPS[name], args | change(args), ValueError, words)
+
+
+def test_scales_of_the_two_sides_of_a_swap_are_of_one_kind() -> None:
+    case = next(c for c in cases("swap_pages") if c.name == "int8_token")
+    args = case.args()
+    static = {"v_scale_to": torch.ones(args["v_to"].shape[2])}
+    refuses(OPS["swap_pages"], args | static, ValueError, "scales of both sides must be of one kind")
+
+
+def test_a_call_with_caches_in_host_memory_runs_on_the_device_of_its_pages_and_wants_them_pinned() -> None:
+    op = OPS["swap_pages"]
+    args = next(iter(cases(op.name, "smoke"))).args()
+    pages = {name: args[name].to("meta") for name in ("src_pages", "dst_pages")}
+    assert device_of(op, args | pages) == (torch.device("meta"), "src_pages")
+    text = r"k_from must be on meta \(the device of src_pages\) or in pinned host memory, got cpu memory that is not pinned"
+    with pytest.raises(ValueError, match=text):
+        check(op, args | pages)
+    check(op, args | pages, fake=True)
+    with pytest.raises(ValueError, match=r"dst_pages must be on meta \(the device of src_pages\), got cpu"):
+        check(op, args | {"src_pages": pages["src_pages"]}, fake=True)
 
 
 def test_error_text_has_bound_dimensions_and_who_bound_them() -> None:

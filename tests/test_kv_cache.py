@@ -16,7 +16,7 @@ from pykernels.kv_cache import CacheFullError, bytes_per_token
 from pykernels.testing import cases, check_case
 
 LEVELS = [lv for lv in (*native.LEVELS, *native.TEST_LEVELS) if native.level_reason(lv) is None]
-OPS = ("append_kv", "rope_append_kv", "gather_kv", "copy_pages")
+OPS = ("append_kv", "rope_append_kv", "gather_kv", "copy_pages", "swap_pages")
 
 
 @pytest.fixture(params=LEVELS)
@@ -119,6 +119,16 @@ def test_threads_do_not_change_bits(level: str) -> None:
         assert torch.equal(bits(value), bits(pools[1][name]))
 
 
+def swap(target: dict[str, Any], src_pages: list[int], dst_pages: list[int]) -> None:
+    """Pages of fresh int8 caches into `target`."""
+    source = caches(torch.int8)
+    pk.swap_pages(
+        source["k_cache"], source["v_cache"], target["k_cache"], target["v_cache"], torch.tensor(src_pages),
+        torch.tensor(dst_pages), k_scale_from=source["k_scale"], v_scale_from=source["v_scale"],
+        k_scale_to=target["k_scale"], v_scale_to=target["v_scale"],
+    )  # fmt: skip
+
+
 I64 = torch.int64
 I32 = torch.int32
 
@@ -159,6 +169,9 @@ I32 = torch.int32
          r"src_pages\[0\] must be at least 0 .* got -1"),
         (lambda p: pk.copy_pages(src_pages=torch.tensor([0, 1]), dst_pages=torch.tensor([3, 3]), **p),
          "dst_pages must not repeat a page, got 3 more than once"),
+        (lambda p: swap(p, [0, 6], [0, 1]), r"swap_pages: src_pages\[1\] must be at least 0 and below num_pages_from \(6\), got 6"),
+        (lambda p: swap(p, [0, 1], [0, -1]), r"swap_pages: dst_pages\[1\] must be at least 0 and below num_pages_to \(6\), got -1"),
+        (lambda p: swap(p, [0, 0], [4, 4]), "swap_pages: dst_pages must not repeat a page, got 4 more than once"),
     ],
 )  # fmt: skip
 def test_a_wrong_index_is_an_error_before_anything_is_written(call: Any, text: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pykernels.reference.kv_cache import append_kv, copy_pages, gather_kv, quantise, rope_append_kv
+from pykernels.reference.kv_cache import append_kv, copy_pages, gather_kv, quantise, rope_append_kv, swap_pages
 from pykernels.reference.rope import rotary_embedding
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -205,3 +205,19 @@ def test_copy_moves_codes_and_dynamic_scales_and_nothing_else() -> None:
     for now, then in zip((k_cache, v_cache, k_scale), before, strict=False):
         assert torch.equal(now, then[source])
     assert torch.equal(v_scale, before[3])
+
+
+def test_swap_moves_codes_and_dynamic_scales_into_the_other_cache_and_nothing_else() -> None:
+    k_from, v_from = (torch.randint(-100, 100, (5, 3, 2, 8), dtype=INT8) for _ in range(2))
+    k_to, v_to = (torch.randint(-100, 100, (4, 3, 2, 8), dtype=INT8) for _ in range(2))
+    scales = {"k_scale_from": torch.rand(5, 3, 2), "k_scale_to": torch.rand(4, 3, 2)}
+    scales |= {f"v_scale_{side}": torch.tensor([0.5, 0.25]) for side in ("from", "to")}
+    source, before = [x.clone() for x in (k_from, v_from)], [x.clone() for x in (k_to, v_to, scales["k_scale_to"])]
+    pages = {"src_pages": torch.tensor([4, 0]), "dst_pages": torch.tensor([0, 3])}
+    swap_pages(k_from=k_from, v_from=v_from, k_to=k_to, v_to=v_to, **pages, **scales)
+    assert torch.equal(k_from, source[0])
+    assert torch.equal(v_from, source[1])
+    pools = ((k_to, k_from), (v_to, v_from), (scales["k_scale_to"], scales["k_scale_from"]))
+    for (now, origin), then in zip(pools, before, strict=True):
+        assert torch.equal(now, torch.stack((origin[4], then[1], then[2], origin[0])))
+    assert torch.equal(scales["v_scale_to"], torch.tensor([0.5, 0.25]))

@@ -105,6 +105,7 @@ WRONG = {
     "stream": ("philox_uniform", "odd", ignore("positions", lambda p: p & 0xFFFFFFFF)),
     "slot": ("append_kv", "halves", ignore("slot_mapping", lambda s: s.clamp(min=0))),
     "copy": ("copy_pages", "halves", ignore("dst_pages", lambda d: d.flip(0))),
+    "swap": ("swap_pages", "int8_in", ignore("src_pages", lambda s: s.flip(0))),
     "merge": ("merge_attention_states", "bfloat16", ignore("lse_a", lambda x: x + 0.1)),
     "gather": ("gather_kv", "int8_token", ignore("k_scale", lambda s: s * 1.01)),
 }

@@ -44,6 +44,7 @@ void register_kv_cache(py::module_& m) {
   bind(m, "rope_append_kv", rope_append_kv, make_rope_append);
   bind(m, "gather_kv", gather_kv, make<GatherParams, 8>());
   bind(m, "copy_pages", copy_pages, make<CopyPagesParams, 6>());
+  bind(m, "swap_pages", swap_pages, make<SwapPagesParams, 10>());
 }
 
 void register_sampling(py::module_& m) {

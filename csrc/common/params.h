@@ -81,6 +81,10 @@ struct CopyPagesParams {
   Tensor k_cache, v_cache, src_pages, dst_pages, k_scale, v_scale;
 };
 
+struct SwapPagesParams {
+  Tensor k_from, v_from, k_to, v_to, src_pages, dst_pages, k_scale_from, v_scale_from, k_scale_to, v_scale_to;
+};
+
 struct SampleParams {
   Tensor logits, temperature, top_k, top_p, min_p, seeds, positions;
   Tensor repetition_penalty, presence_penalty, frequency_penalty, prompt_ids, output_ids, logit_bias, allowed_mask;

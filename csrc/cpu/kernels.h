@@ -13,6 +13,7 @@ void append_kv(const AppendParams&);
 void rope_append_kv(const RopeAppendParams&);
 void gather_kv(const GatherParams&);
 void copy_pages(const CopyPagesParams&);
+void swap_pages(const SwapPagesParams&);
 void sample(const SampleParams&);
 void verify_draft(const VerifyParams&);
 void philox_uniform(const PhiloxParams&);

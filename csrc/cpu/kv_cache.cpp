@@ -1,4 +1,4 @@
-// Paged KV cache: append (convert or quantise; with rotation of q and k), gather (dequantise), copy pages.
+// Paged KV cache: append (convert or quantise; with rotation of q and k), gather (dequantise), copy and swap pages.
 #include <algorithm>
 #include <vector>
 
@@ -89,13 +89,28 @@ RotateToken rotate_token_for(DType x, DType out) {
   return chosen;
 }
 
-void copy_page(const Tensor& pool, const char* from, char* to) {  // two pages of the pool's own strides
-  const int64_t bytes = size_of(pool.dtype), row = pool.ndim == 4 ? pool.size[3] * bytes : bytes;
-  for (int64_t i = 0; i < pool.size[1]; ++i)
-    for (int64_t h = 0; h < pool.size[2]; ++h) {
-      const int64_t at = (i * pool.stride[1] + h * pool.stride[2]) * bytes;
-      std::memcpy(to + at, from + at, row);
-    }
+// One page, laid out with the strides of `source`, into one with those of `target`.
+void copy_page(const Tensor& source, const char* from, const Tensor& target, char* to) {
+  const int64_t bytes = size_of(source.dtype), row = source.ndim == 4 ? source.size[3] * bytes : bytes;
+  for (int64_t i = 0; i < source.size[1]; ++i)
+    for (int64_t h = 0; h < source.size[2]; ++h)
+      std::memcpy(to + (i * target.stride[1] + h * target.stride[2]) * bytes, from + (i * source.stride[1] + h * source.stride[2]) * bytes,
+                  row);
+}
+
+// Fails unless every source and destination exists and no destination comes twice. Returns the destinations, sorted.
+std::vector<int64_t> check_copies(const char* op, const Tensor& src, const Tensor& dst, int64_t src_count, const char* src_bound,
+                                  int64_t dst_count, const char* dst_bound) {
+  std::vector<int64_t> written(src.size[0]);
+  for (int64_t i = 0; i < src.size[0]; ++i) {
+    check_index(op, "src_pages", i, index_at(src, i), 0, src_count, src_bound);
+    check_index(op, "dst_pages", i, written[i] = index_at(dst, i), 0, dst_count, dst_bound);
+  }
+  std::sort(written.begin(), written.end());
+  const auto twice = std::adjacent_find(written.begin(), written.end());
+  if (twice != written.end())
+    fail(std::string(op) + ": dst_pages must not repeat a page, got " + std::to_string(*twice) + " more than once");
+  return written;
 }
 
 // The bytes that a page's rows span, from its first to past its last.
@@ -202,14 +217,7 @@ void gather_kv(const GatherParams& p) {
 
 void copy_pages(const CopyPagesParams& p) {
   const int64_t copies = p.src_pages.size[0], pages = p.k_cache.size[0];
-  std::vector<int64_t> written(copies);
-  for (int64_t i = 0; i < copies; ++i) {
-    check_index("copy_pages", "src_pages", i, index_at(p.src_pages, i), 0, pages, "num_pages");
-    check_index("copy_pages", "dst_pages", i, written[i] = index_at(p.dst_pages, i), 0, pages, "num_pages");
-  }
-  std::sort(written.begin(), written.end());
-  const auto twice = std::adjacent_find(written.begin(), written.end());
-  if (twice != written.end()) fail("copy_pages: dst_pages must not repeat a page, got " + std::to_string(*twice) + " more than once");
+  const std::vector<int64_t> written = check_copies("copy_pages", p.src_pages, p.dst_pages, pages, "num_pages", pages, "num_pages");
   bool overlap = false;  // a page that is written is also read: then every source is read before any is written
   for (int64_t i = 0; i < copies; ++i) overlap |= std::binary_search(written.begin(), written.end(), index_at(p.src_pages, i));
 
@@ -219,11 +227,26 @@ void copy_pages(const CopyPagesParams& p) {
     char* base = pool.as<char>();
     std::vector<char> staged(overlap ? copies * span : 0);
     if (overlap)
-      for (int64_t i = 0; i < copies; ++i) copy_page(pool, base + index_at(p.src_pages, i) * stride, staged.data() + i * span);
+      for (int64_t i = 0; i < copies; ++i) copy_page(pool, base + index_at(p.src_pages, i) * stride, pool, staged.data() + i * span);
     team().parallel_for(copies, grain_of(span), [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i)
-        copy_page(pool, overlap ? staged.data() + i * span : base + index_at(p.src_pages, i) * stride,
+        copy_page(pool, overlap ? staged.data() + i * span : base + index_at(p.src_pages, i) * stride, pool,
                   base + index_at(p.dst_pages, i) * stride);
+    });
+  }
+}
+
+void swap_pages(const SwapPagesParams& p) {
+  check_copies("swap_pages", p.src_pages, p.dst_pages, p.k_from.size[0], "num_pages_from", p.k_to.size[0], "num_pages_to");
+  const std::pair<Tensor, Tensor> pools[] = {
+      {p.k_from, p.k_to}, {p.v_from, p.v_to}, {p.k_scale_from, p.k_scale_to}, {p.v_scale_from, p.v_scale_to}};
+  for (const auto& [from, to] : pools) {
+    if (from.ndim < 3) continue;
+    const int64_t bytes = size_of(from.dtype);
+    team().parallel_for(p.src_pages.size[0], grain_of(page_span(from)), [&, source = from, target = to](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i)
+        copy_page(source, source.as<char>() + index_at(p.src_pages, i) * source.stride[0] * bytes, target,
+                  target.as<char>() + index_at(p.dst_pages, i) * target.stride[0] * bytes);
     });
   }
 }

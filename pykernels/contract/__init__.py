@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .activation import GATED_ACTIVATION
-from .check import allocate, bind_dims, check, check_types, dtype_name
+from .check import allocate, bind_dims, check, check_types, device_of, dtype_name
 from .decode import MERGE_ATTENTION_STATES, PAGED_DECODE_ATTENTION
 from .handover import native_arguments, view
-from .kv_cache import APPEND_KV, COPY_PAGES, GATHER_KV, ROPE_APPEND_KV
+from .kv_cache import APPEND_KV, COPY_PAGES, GATHER_KV, ROPE_APPEND_KV, SWAP_PAGES
 from .linear import BLOCK, EMBEDDING, FORMATS, LAYOUTS, LINEAR, packed_bytes
 from .norm import RMS_NORM
 from .prefill import PAGED_PREFILL_ATTENTION, PREFILL_ATTENTION
@@ -27,6 +27,7 @@ OPS: dict[str, Op] = {
         ROPE_APPEND_KV,
         GATHER_KV,
         COPY_PAGES,
+        SWAP_PAGES,
         SAMPLE,
         VERIFY_DRAFT,
         PHILOX_UNIFORM,
@@ -54,6 +55,7 @@ __all__ = [
     "bind_dims",
     "check",
     "check_types",
+    "device_of",
     "dtype_name",
     "native_arguments",
     "packed_bytes",

@@ -75,25 +75,44 @@ def bind_dims(op: Op, args: Args) -> Dims:
     return binder.dims
 
 
-def check(op: Op, args: Args) -> Dims:
-    """Everything that can be known without reading tensor contents; raises before anything is written."""
+def device_of(op: Op, args: Args) -> tuple[torch.device, str]:
+    """Where a call runs, and the argument that says so: the first tensor that must be on the call's device."""
+    return next((args[t.name].device, t.name) for t in op.tensors if not t.host and args.get(t.name) is not None)
+
+
+def check(op: Op, args: Args, *, fake: bool = False) -> Dims:
+    """Everything that can be known without reading tensor contents; raises before anything is written.
+
+    `fake`: the tensors have no memory (a compiler traces), so nobody knows yet whether it is pinned.
+    """
     check_types(op, args)
     dims = bind_dims(op, args)
-    device: tuple[torch.device, str] | None = None
+    device = device_of(op, args)
     for arg in op.args:
         value = args[arg.name]
         if isinstance(arg, Scalar):
             _check_scalar(op, arg, value)
         elif value is not None:
-            device = device or (value.device, arg.name)
-            _check_tensor(op, arg, value, args, device)
+            _check_tensor(op, arg, value, args)
+            _check_device(op, arg, value, device, fake)
     for rule in op.rules:
         if not rule.holds(dims, args):
             raise ValueError(f"{op.name}: " + rule.text.format(**{**args, **dims}))
     return dims
 
 
-def _check_tensor(op: Op, arg: Tensor, value: torch.Tensor, args: Args, device: tuple[torch.device, str]) -> None:
+def _check_device(op: Op, arg: Tensor, value: torch.Tensor, device: tuple[torch.device, str], fake: bool) -> None:
+    if value.device == device[0]:
+        return
+    on_host = arg.host and value.device.type == "cpu"
+    if on_host and (fake or value.is_pinned()):
+        return
+    where = f"{device[0]} (the device of {device[1]})" + (" or in pinned host memory" if arg.host else "")
+    got = f"{value.device} memory that is not pinned" if on_host else str(value.device)
+    raise ValueError(f"{op.name}: {arg.name} must be on {where}, got {got}")
+
+
+def _check_tensor(op: Op, arg: Tensor, value: torch.Tensor, args: Args) -> None:
     if isinstance(arg.dtypes, str):
         other = args[arg.dtypes]
         if other is not None and value.dtype != other.dtype:
@@ -104,10 +123,6 @@ def _check_tensor(op: Op, arg: Tensor, value: torch.Tensor, args: Args, device: 
     elif value.dtype not in arg.dtypes:
         raise ValueError(
             f"{op.name}: {arg.name} must be {_one_of(dtype_name(d) for d in arg.dtypes)}, got {dtype_name(value.dtype)}"
-        )
-    if value.device != device[0]:
-        raise ValueError(
-            f"{op.name}: {arg.name} must be on {device[0]} (the device of {device[1]}), got {value.device}"
         )
     if arg.layout == "last" and value.dim() and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(
@@ -142,16 +157,16 @@ def _check_scalar(op: Op, arg: Scalar, value: object) -> None:
 
 
 def allocate(op: Op, args: Args) -> dict[str, object]:
-    """`args` with every output that the caller left out allocated on the device of the first tensor."""
+    """`args` with every output that the caller left out allocated on the device of the call."""
     missing = [t for t in op.outputs if t.allocate and args[t.name] is None]
     if not missing:
         return dict(args)
     dims = bind_dims(op, args)
-    first = next(args[t.name] for t in op.tensors if args[t.name] is not None)
+    device, _ = device_of(op, args)
     filled = dict(args)
     for out in missing:
         shape = [d.value(dims) for d in out.alternatives[0]]
         source = out.out_dtype if out.out_dtype is not None else out.dtypes
         dtype = args[source].dtype if isinstance(source, str) else source[0] if isinstance(source, tuple) else source
-        filled[out.name] = torch.empty(shape, dtype=dtype, device=first.device)
+        filled[out.name] = torch.empty(shape, dtype=dtype, device=device)
     return filled

@@ -1,6 +1,10 @@
-"""Paged KV cache: append (and quantise, and rotate), gather (and dequantise), copy pages."""
+"""Paged KV cache: append (and quantise, and rotate), gather (and dequantise), copy pages, swap pages."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 from .attention import tensor_bytes
 from .schema import CACHE, F32, FLOATS, I32, I64, INDICES, Args, Cost, Dims, Op, Rule, Scalar, Tensor
@@ -132,4 +136,75 @@ COPY_PAGES = Op(
     ),
     rules=(SCALES,),
     cost=_copy_cost,
+)
+
+
+def _side(side: str, role: str) -> tuple[Tensor, ...]:
+    """The caches of one side of a swap."""
+    rows = f"num_pages_{side} page_size num_kv_heads"
+    return (
+        Tensor(f"k_{side}", f"{rows} head_dim", CACHE if side == "from" else "k_from", role=role, host=True),
+        Tensor(f"v_{side}", f"{rows} head_dim_v", "k_from", role=role, host=True),
+    )
+
+
+def _side_scales(side: str, role: str) -> tuple[Tensor, ...]:
+    shape = f"num_pages_{side} page_size num_kv_heads | num_kv_heads |"
+    return tuple(
+        Tensor(f"{name}_scale_{side}", shape, F32, optional=True, role=role, layout="any", host=True) for name in "kv"
+    )
+
+
+def _swap_scales_match(_: Dims, args: Args) -> bool:
+    quantised = args["k_from"].dtype.itemsize == 1
+    return all((args[f"{name}_scale_{side}"] is not None) == quantised for name in "kv" for side in ("from", "to"))
+
+
+def _swap_scales_alike(_: Dims, args: Args) -> bool:
+    pairs = ((args[f"{name}_scale_from"], args[f"{name}_scale_to"]) for name in "kv")
+    return all(a is None or a.dim() == b.dim() for a, b in pairs)
+
+
+def _memory(t: torch.Tensor) -> tuple[Any, Any, Any]:
+    """The storage of a tensor, and its first and past-the-last element there."""
+    first = t.storage_offset()
+    span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+    return t.untyped_storage()._cdata, first, first + span
+
+
+def _apart(_: Dims, args: Args) -> bool:
+    for name in "kv":
+        (a, a0, a1), (b, b0, b1) = (_memory(args[f"{name}_{side}"]) for side in ("from", "to"))
+        if a == b and a0 < b1 and b0 < a1:
+            return False
+    return True
+
+
+def _swap_cost(dims: Dims, args: Args) -> Cost:
+    per_page = (args["k_from"][:1].numel() + args["v_from"][:1].numel()) * args["k_from"].element_size()
+    if args["k_scale_from"] is not None and args["k_scale_from"].dim() == 3:
+        per_page += 8 * dims["page_size"] * dims["num_kv_heads"]
+    return Cost(0.0, 2.0 * dims["num_copies"] * per_page)
+
+
+SWAP_PAGES = Op(
+    name="swap_pages",
+    family="kv_cache",
+    args=(
+        *_side("from", "in"),
+        *_side("to", "inout"),
+        Tensor("src_pages", "num_copies", I64),
+        Tensor("dst_pages", "num_copies", I64),
+        *_side_scales("from", "in"),
+        *_side_scales("to", "inout"),
+    ),
+    rules=(
+        Rule(
+            _swap_scales_match,
+            "k_scale and v_scale of both sides must be given for int8 or float8_e4m3fn caches, and only for those",
+        ),
+        Rule(_swap_scales_alike, "scales of both sides must be of one kind: dynamic, per head, or one number"),
+        Rule(_apart, "k_to and v_to must not share memory with k_from and v_from (copy_pages copies inside a cache)"),
+    ),
+    cost=_swap_cost,
 )

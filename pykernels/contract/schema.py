@@ -73,6 +73,7 @@ class Tensor:
     `role` is "in", "inout" (read and written) or "out" (only written; the public function may allocate it).
     `layout` is "last" (last dimension contiguous), "dense" (contiguous) or "any".
     `allocate` is False for an output that is computed only when the caller passes a tensor for it.
+    `host` is True where the tensor may also be in pinned host memory, whatever the device of the call.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Tensor:
     layout: str = "last"
     out_dtype: str | torch.dtype | None = None
     allocate: bool = True
+    host: bool = False
     alternatives: tuple[Shape, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..contract import OPS, native_arguments
+from ..contract import OPS, device_of, native_arguments
 
 _PACKAGE = __package__ or "pykernels.cuda"
 _ROOT = _PACKAGE.rpartition(".")[0]
@@ -52,7 +52,7 @@ class CudaBackend:
 
     def refuses(self, op_name: str, args: Mapping[str, Any]) -> list[str]:
         """Why this legal call cannot be served; empty when it can."""
-        device = next(v.device for v in args.values() if isinstance(v, torch.Tensor))
+        device, _ = device_of(OPS[op_name], args)
         if device.type != self.device_type:
             return [f"tensors are on {device}, not on a CUDA device"]
         if not hasattr(self.native(), op_name):
@@ -66,7 +66,7 @@ class CudaBackend:
     def run(self, op_name: str, args: Mapping[str, Any]) -> None:
         """Launches the op on the current stream; it writes into the outputs among `args`."""
         flat = native_arguments(OPS[op_name], args)
-        device = next(v.device for v in args.values() if isinstance(v, torch.Tensor))
+        device, _ = device_of(OPS[op_name], args)
         scratch = self._scratch(op_name, flat, args.get("workspace"), device)
         where = (device.index or 0, self.stream(device), 0 if scratch is None else scratch.data_ptr())
         try:

@@ -1,4 +1,4 @@
-"""Paged KV cache: append (and quantise, and rotate), gather (and dequantise), copy pages.
+"""Paged KV cache: append (and quantise, and rotate), gather (and dequantise), copy and swap pages.
 
 A cache is `[num_pages, page_size, num_kv_heads, head_dim]` of the model's type ("auto"), int8 or float8_e4m3fn. The
 last two need scales, float32, real = stored x scale: `[num_pages, page_size, num_kv_heads]` is dynamic (append computes
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract.kv_cache import APPEND_KV, COPY_PAGES, GATHER_KV, ROPE_APPEND_KV
+from ..contract.kv_cache import APPEND_KV, COPY_PAGES, GATHER_KV, ROPE_APPEND_KV, SWAP_PAGES
 from ..library import call
 
 
@@ -185,4 +185,51 @@ def copy_pages(
         dst_pages=dst_pages,
         k_scale=k_scale,
         v_scale=v_scale,
+    )
+
+
+def swap_pages(
+    k_from: torch.Tensor,
+    v_from: torch.Tensor,
+    k_to: torch.Tensor,
+    v_to: torch.Tensor,
+    src_pages: torch.Tensor,
+    dst_pages: torch.Tensor,
+    *,
+    k_scale_from: torch.Tensor | None = None,
+    v_scale_from: torch.Tensor | None = None,
+    k_scale_to: torch.Tensor | None = None,
+    v_scale_to: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Copies whole pages from one cache into another, dynamic scales with them, bit for bit.
+
+    The call runs on the device of `src_pages`; caches and scales are there or in pinned host memory, which the device
+    reads and writes itself. So pages leave for the host and come back in the order of the stream, without waiting: the
+    host may look at its side once the stream is synchronised.
+
+    Args:
+        k_from, v_from: `[num_pages_from, page_size, num_kv_heads, head_dim]` and `head_dim_v`; read.
+        k_to, v_to: the same with `num_pages_to` pages, of k_from's dtype and other memory; written.
+        src_pages, dst_pages: int64 `[num_copies]`, pages of the one and of the other; no page is a destination twice.
+        k_scale_from, v_scale_from, k_scale_to, v_scale_to: scales as in `append_kv`, of one kind on both sides. A
+            static scale is not copied: it must be the same number on both sides.
+
+    Raises:
+        ValueError: shape, dtype, device, memory that is not pinned or that both sides share, or a page outside its
+            cache or written twice, before anything is written.
+    """
+    call(
+        SWAP_PAGES,
+        backend,
+        k_from=k_from,
+        v_from=v_from,
+        k_to=k_to,
+        v_to=v_to,
+        src_pages=src_pages,
+        dst_pages=dst_pages,
+        k_scale_from=k_scale_from,
+        v_scale_from=v_scale_from,
+        k_scale_to=k_scale_to,
+        v_scale_to=v_scale_to,
     )

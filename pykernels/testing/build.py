@@ -71,6 +71,10 @@ class Maker:
         view = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape, (step, *rest.stride()))
         return view.copy_(self.poison(*shape, dtype=dtype))
 
+    def pinned(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` with its strides in pinned host memory; the tensor itself where the device is the host."""
+        return value if torch.device(self.device).type == "cpu" else value.cpu().pin_memory()
+
     def output(self, *shape: int, dtype: torch.dtype, strides: str = "dense") -> torch.Tensor:
         """An output full of poison. "guarded" leaves a band of poison before and after it in memory."""
         if strides == "guarded":

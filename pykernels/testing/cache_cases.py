@@ -1,4 +1,4 @@
-"""Cases of append, rotate-and-append, gather and copy."""
+"""Cases of append, rotate-and-append, gather, copy and swap."""
 
 from __future__ import annotations
 
@@ -138,6 +138,48 @@ def copy(spec: Attention, copies: int, make: Maker) -> dict[str, Any]:
     return {**kept, "src_pages": order[:copies].clone(), "dst_pages": order[copies : 2 * copies].clone()}
 
 
+@dataclass(frozen=True)
+class Swap:
+    """Pages of one pool into another with more pages and its own layout; every page of the target is poison."""
+
+    source: Attention
+    copies: int = 5
+    pool: str = "dense"  # of the target, as `source.pool` is of the source
+    host: str = ""  # the side that is in host memory: "from", "to"
+    repeated: bool = False  # one source page goes to every destination
+
+
+def swap(spec: Swap, make: Maker) -> dict[str, Any]:
+    """Arguments of `swap_pages`."""
+    args = paged(spec.source, make)
+    pages = args["k_cache"].shape[0]
+    target = pool_args(
+        Append(
+            tokens=(pages + 2) * spec.source.page_size,
+            kv_heads=spec.source.kv_heads,
+            head_dim=spec.source.head_dim,
+            head_dim_v=spec.source.head_dim_v,
+            cache=args["k_cache"].dtype,
+            page_size=spec.source.page_size,
+            scales=spec.source.scales,
+            pool=spec.pool,
+        ),
+        make,
+    )
+    sources = make.permutation(pages)[: spec.copies].to(make.device)
+    made = {
+        "src_pages": sources[:1].expand(spec.copies).clone() if spec.repeated else sources,
+        "dst_pages": make.permutation(target["k_cache"].shape[0])[: spec.copies].to(make.device),
+    }
+    for side, caches in (("from", args), ("to", target)):
+        for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+            value = caches[name]
+            if value is not None and spec.host == side:
+                value = make.pinned(value)
+            made[f"{name.removesuffix('_cache')}_{side}"] = value
+    return made
+
+
 def append_table() -> dict[str, Append]:
     base = Append()
     table = {
@@ -183,6 +225,9 @@ APPEND_SMOKE = (
     "int8_zeros",
     "fp8_edges",
 )
+
+
+SWAP_SMOKE = ("halves", "into_heads_first", "bfloat16", "int8_token", "fp8_out", "int8_in")
 
 
 def rope_append_table() -> dict[str, Append]:
@@ -253,4 +298,31 @@ def copy_table() -> dict[str, tuple[Attention, int]]:
     for cache, name in BOTH:
         table |= {f"{name}_{s}": (replace(base, cache=cache, scales=s), 5) for s in ("token", "head", "tensor")}
         table[f"{name}_heads_first"] = (replace(base, cache=cache, pool="heads_first"), 5)
+    return table
+
+
+def swap_table() -> dict[str, Swap]:
+    base = Swap(Attention(k_lens=(33, 0, 129, 1)))
+    table = {
+        "float32": base,
+        "none": replace(base, copies=0),
+        "one": replace(base, copies=1),
+        "repeated": replace(base, repeated=True),
+        "int8_vast": replace(base, source=replace(base.source, cache=INT8, pool="vast")),
+        "into_vast": replace(base, source=replace(base.source, cache=INT8), pool="vast"),
+        "bfloat16": replace(base, source=replace(base.source, dtype=BF16)),
+        "halves": replace(base, source=replace(base.source, pool="halves", page_size=3), copies=9),
+        "into_halves": replace(base, source=replace(base.source, page_size=1), pool="halves"),
+        "into_heads_first": replace(base, pool="heads_first"),
+        "uneven_dims": replace(base, source=replace(base.source, head_dim=192, head_dim_v=128, pool="heads_first")),
+        "out": replace(base, source=replace(base.source, dtype=BF16, pool="halves"), host="to"),
+        "in": replace(base, source=replace(base.source, dtype=BF16), host="from", pool="halves"),
+    }
+    for cache, name in BOTH:
+        coded = replace(base, source=replace(base.source, cache=cache))
+        table |= {
+            f"{name}_{s}": replace(coded, source=replace(coded.source, scales=s)) for s in ("token", "head", "tensor")
+        }
+        table[f"{name}_out"] = replace(coded, host="to", pool="heads_first")
+        table[f"{name}_in"] = replace(coded, host="from")
     return table

@@ -30,6 +30,7 @@ EXACT: dict[str, tuple[str, ...]] = {
     "append_kv": ("k_cache", "v_cache", "k_scale", "v_scale"),
     "rope_append_kv": ("v_cache", "v_scale"),
     "copy_pages": ("k_cache", "v_cache", "k_scale", "v_scale"),
+    "swap_pages": ("k_to", "v_to", "k_scale_to", "v_scale_to"),
     "sample": ("ids", "valid", "top_ids"),
     "verify_draft": ("ids", "num_accepted"),
     "philox_uniform": ("out",),

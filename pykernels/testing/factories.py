@@ -95,6 +95,7 @@ _CASES: dict[str, Callable[[], dict[str, tuple[Build, bool]]]] = {
         ("bfloat16", "halves", "pages_of_3", "int8_token", "fp8_head_float16"),
     ),
     "copy_pages": _copies,
+    "swap_pages": lambda: _from(cache_cases.swap_table(), cache_cases.swap, cache_cases.SWAP_SMOKE),
     "sample": lambda: _from(sampling_cases.sample_table(), sampling_cases.sample, sampling_cases.SAMPLE_SMOKE),
     "verify_draft": lambda: _from(sampling_cases.verify_table(), sampling_cases.verify, sampling_cases.VERIFY_SMOKE),
     "philox_uniform": _streams,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..contract import OPS
+from ..contract import OPS, device_of
 
 
 def _interpreting() -> bool:
@@ -35,7 +35,7 @@ class TritonBackend:
 
     def refuses(self, op_name: str, args: Mapping[str, Any]) -> list[str]:
         """Why this legal call cannot be served; empty when it can."""
-        device = next(v.device.type for v in args.values() if isinstance(v, torch.Tensor))
+        device = device_of(OPS[op_name], args)[0].type
         if device != "cuda" and not _interpreting():
             return [f"kernels run on cuda tensors, got {device} (TRITON_INTERPRET=1 interprets them on the CPU)"]
         narrowing = getattr(self._family(op_name), f"refuses_{op_name}", None)

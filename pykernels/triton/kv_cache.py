@@ -239,9 +239,9 @@ def gather_kv(*, k_cache, v_cache, block_table, seqlens_k, k_scale, v_scale, k, 
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["src_count", "dst_count"])
 def _copy_rows(
-    Src, Dst, SrcPages, DstPages, num_pages, heads, rows, ss_page, ss_slot, ss_head, sd_page, sd_slot, sd_head,
+    Src, Dst, SrcPages, DstPages, src_count, dst_count, heads, rows, ss_page, ss_slot, ss_head, sd_page, sd_slot, sd_head,
     WIDTH: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """grid = (copies, rows of a page / ROWS). A list of pages that is None is 0, 1, 2, ..."""
@@ -256,27 +256,45 @@ def _copy_rows(
     slot = (row // heads).to(tl.int64)
     head = row % heads
     d = tl.arange(0, PAD)
-    inside = (source >= 0) & (source < num_pages) & (target >= 0) & (target < num_pages)
+    inside = (source >= 0) & (source < src_count) & (target >= 0) & (target < dst_count)
     mask = (row < tl.where(inside, rows, 0))[:, None] & (d < WIDTH)[None, :]
     x = tl.load(Src + source * ss_page + (slot * ss_slot + head * ss_head)[:, None] + d[None, :], mask=mask)
     tl.store(Dst + target * sd_page + (slot * sd_slot + head * sd_head)[:, None] + d[None, :], x, mask=mask)
 
 
+def _launch_copy(source, target, src_pages, dst_pages, copies):
+    _, page_size, heads, width = source.shape
+    rows = page_size * heads
+    if copies * rows * width == 0:
+        return
+    pad = triton.next_power_of_2(width)
+    tile = max(1, 2048 // pad)
+    _copy_rows[copies, triton.cdiv(rows, tile)](
+        source, target, src_pages, dst_pages, source.shape[0], target.shape[0], heads, rows, *source.stride()[:3],
+        *target.stride()[:3], width, pad, tile, num_warps=4,
+    )  # fmt: skip
+
+
+def _pools(*caches_and_scales):
+    """What is copied row by row: caches, and dynamic scales as rows of one element."""
+    pools = (t for t in caches_and_scales if t is not None and t.dim() >= 3)
+    return [_bytes_of(t) if t.dim() == 4 else t[..., None] for t in pools]
+
+
 def copy_pages(*, k_cache, v_cache, src_pages, dst_pages, k_scale, v_scale):
     """Whole pages, dynamic scales included. Every source is read before a destination is written, hence the staging."""
     copies = src_pages.shape[0]
-    scales = [s[..., None] for s in (k_scale, v_scale) if s is not None and s.dim() == 3]
-    for pool in (_bytes_of(k_cache), _bytes_of(v_cache), *scales):
-        num_pages, page_size, heads, width = pool.shape
-        if copies * page_size * heads * width == 0:
-            continue
-        stage = torch.empty((copies, page_size, heads, width), dtype=pool.dtype, device=pool.device)
-        rows = page_size * heads
-        pad = triton.next_power_of_2(width)
-        tile = max(1, 2048 // pad)
-        grid = (copies, triton.cdiv(rows, tile))
-        sizes = (width, pad, tile)
-        _copy_rows[grid](pool, stage, src_pages, None, max(num_pages, copies), heads, rows, *pool.stride()[:3],
-                         *stage.stride()[:3], *sizes, num_warps=4)  # fmt: skip
-        _copy_rows[grid](stage, pool, None, dst_pages, max(num_pages, copies), heads, rows, *stage.stride()[:3],
-                         *pool.stride()[:3], *sizes, num_warps=4)  # fmt: skip
+    for pool in _pools(k_cache, v_cache, k_scale, v_scale):
+        stage = torch.empty((copies, *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
+        _launch_copy(pool, stage, src_pages, None, copies)
+        _launch_copy(stage, pool, None, dst_pages, copies)
+
+
+def swap_pages(
+    *, k_from, v_from, k_to, v_to, src_pages, dst_pages, k_scale_from, v_scale_from, k_scale_to, v_scale_to,
+):  # fmt: skip
+    """Whole pages from one cache into another, dynamic scales included; a pinned host pool is addressed directly."""
+    sources = _pools(k_from, v_from, k_scale_from, v_scale_from)
+    targets = _pools(k_to, v_to, k_scale_to, v_scale_to)
+    for source, target in zip(sources, targets, strict=True):
+        _launch_copy(source, target, src_pages, dst_pages, src_pages.shape[0])
