@@ -2,17 +2,21 @@
 
 Keys and values of a token live in one slot of a page; a sequence is a list of pages. Pages are reference-counted: a fork
 shares them, and the first append into a shared page copies it (PagedAttention: Kwon et al., 2023).
+
+A sequence that waits can be swapped out: its pages move to a pool in host memory and their places are free for others. A
+page that a running sequence reads too stays where it is, so that every page exists once, on one side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from . import memory
-from .ops.kv_cache import copy_pages
+from .ops.kv_cache import copy_pages, swap_pages
 
 FORMATS: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -57,7 +61,8 @@ class CachePlan:
 @dataclass
 class _Sequence:
     length: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # from num_pages on: pages of the host pool
+    swapped: bool = False
 
 
 class PagedKVCache:
@@ -69,6 +74,7 @@ class PagedKVCache:
         dtype: "auto" (bfloat16), "float32", "float16", "bfloat16", "int8", "fp8_e4m3", or the torch dtype. Quantised
             caches keep one float32 scale per (token, kv head).
         device: where the pages are.
+        host_pages: pages of a second pool in host memory (pinned, where the device is a GPU), for `swap_out`.
     """
 
     def __init__(
@@ -80,27 +86,42 @@ class PagedKVCache:
         head_dim: int,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "cpu",
+        host_pages: int = 0,
     ) -> None:
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
         for name, value in (sizes | {"num_kv_heads": num_kv_heads, "head_dim": head_dim}).items():
             if value < 1:
                 raise ValueError(f"PagedKVCache: {name} must be at least 1, got {value}")
+        if host_pages < 0:
+            raise ValueError(f"PagedKVCache: host_pages must be at least 0, got {host_pages}")
         self.dtype = _dtype(dtype)
         self.num_pages, self.page_size = num_pages, page_size
         self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim
-        shape = (num_pages, page_size, num_kv_heads)
-
-        def layer() -> LayerPages:
-            k, v = (memory.empty(*shape, head_dim, dtype=self.dtype, device=device) for _ in range(2))
-            if self.dtype.itemsize > 1:
-                return LayerPages(k, v, None, None)
-            return LayerPages(k, v, torch.empty(shape, device=device), torch.empty(shape, device=device))
-
-        self._layers = [layer() for _ in range(num_layers)]
-        self._references = [0] * num_pages
+        self.host_pages = host_pages
+        self._layers = [self._pool(num_pages, device) for _ in range(num_layers)]
+        pinned = torch.device(device).type != "cpu"
+        self._host_layers = [self._pool(host_pages, "cpu", pinned) for _ in range(num_layers if host_pages else 0)]
+        # Host pages are numbered after those of the device.
+        self._references = [0] * (num_pages + host_pages)
+        self._waiting = [0] * (num_pages + host_pages)  # how many of them belong to sequences that are swapped out
         self._free = list(range(num_pages - 1, -1, -1))
+        self._free_host = list(range(num_pages + host_pages - 1, num_pages - 1, -1))
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
+
+    def _pool(self, num_pages: int, device: str | torch.device, pinned: bool = False) -> LayerPages:
+        """Memory of one layer."""
+        shape = (num_pages, self.page_size, self.num_kv_heads)
+
+        def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+            if pinned:
+                return torch.empty(sizes, dtype=dtype, pin_memory=True)
+            return memory.empty(*sizes, dtype=dtype, device=device)
+
+        k, v = (empty(*shape, self.head_dim, dtype=self.dtype) for _ in range(2))
+        if self.dtype.itemsize > 1:
+            return LayerPages(k, v, None, None)
+        return LayerPages(k, v, *(empty(*shape, dtype=torch.float32) for _ in range(2)))
 
     @staticmethod
     def plan(
@@ -129,12 +150,21 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages and scales."""
+        """Bytes of all pages and scales on the device."""
         return self.num_pages * self.page_size * self.bytes_per_token
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all pages and scales of the host pool."""
+        return self.host_pages * self.page_size * self.bytes_per_token
 
     @property
     def free_pages(self) -> int:
         return len(self._free)
+
+    @property
+    def free_host_pages(self) -> int:
+        return len(self._free_host)
 
     # ---- sequences ----------------------------------------------------------------------------------------------
     def add_sequence(self) -> int:
@@ -147,13 +177,17 @@ class PagedKVCache:
         """Tokens in a sequence."""
         return self._get(sequence).length
 
+    def is_swapped(self, sequence: int) -> bool:
+        """Whether a sequence is swapped out: until it is back, only its length is known and all it can do is end."""
+        return self._get(sequence).swapped
+
     def pages(self, sequence: int) -> tuple[int, ...]:
         """The pages of a sequence, in order."""
-        return tuple(self._get(sequence).pages)
+        return tuple(self._on_device(sequence).pages)
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens, sharing the pages; returns its id."""
-        source = self._get(sequence)
+        source = self._on_device(sequence)
         copy = self.add_sequence()
         self._sequences[copy] = _Sequence(source.length, list(source.pages))
         for page in source.pages:
@@ -162,7 +196,9 @@ class PagedKVCache:
 
     def free(self, sequence: int) -> None:
         """Forgets a sequence; its pages are reused once no other sequence reads them."""
-        for page in reversed(self._get(sequence).pages):
+        state = self._get(sequence)
+        for page in reversed(state.pages):
+            self._waiting[page] -= state.swapped
             self._release(page)
         del self._sequences[sequence]
 
@@ -185,7 +221,7 @@ class PagedKVCache:
         """Pages for `tokens` more tokens; returns the position of the first."""
         if tokens < 0:
             raise ValueError(f"PagedKVCache: tokens must be at least 0, got {tokens}")
-        state, size = self._get(sequence), self.page_size
+        state, size = self._on_device(sequence), self.page_size
         start, end = state.length, state.length + tokens
         grown = -(-end // size) - len(state.pages)
         shared = tokens > 0 and start % size != 0 and self._references[state.pages[-1]] > 1
@@ -201,7 +237,7 @@ class PagedKVCache:
 
     def truncate(self, sequence: int, length: int) -> None:
         """Drops the tokens after the first `length`, as after a rejected draft."""
-        state = self._get(sequence)
+        state = self._on_device(sequence)
         if not 0 <= length <= state.length:
             raise ValueError(f"PagedKVCache: length must be in [0, {state.length}], got {length}")
         keep = -(-length // self.page_size)
@@ -212,7 +248,7 @@ class PagedKVCache:
 
     def tables(self, sequences: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """`block_table` int32 `[batch, max_pages]` (padded with -1) and `seqlens_k` int32 `[batch]`."""
-        states = [self._get(s) for s in sequences]
+        states = [self._on_device(s) for s in sequences]
         width = max((len(s.pages) for s in states), default=0)
         rows = [s.pages + [-1] * (width - len(s.pages)) for s in states]
         table = torch.tensor(rows, dtype=torch.int32).view(len(states), width)
@@ -232,10 +268,92 @@ class PagedKVCache:
         seqlens_k.zero_()
         seqlens_k[: len(sequences)] = lengths
 
+    # ---- host memory --------------------------------------------------------------------------------------------
+    def swap_out(self, sequence: int) -> int:
+        """Moves the pages of a sequence that no running sequence reads into the host pool; returns how many.
+
+        Pages that are shared with a running sequence stay, and move with the last of their readers. Called again on a
+        sequence that is out, it moves those that the others have dropped since. Copies are enqueued on the current
+        stream, as every op is; nothing waits.
+
+        Raises:
+            CacheFullError: not enough free pages in the host pool; nothing has changed.
+        """
+        state = self._get(sequence)
+        arriving = 0 if state.swapped else 1
+        moving = [
+            page
+            for page in state.pages
+            if page < self.num_pages and self._references[page] == self._waiting[page] + arriving
+        ]
+        if len(moving) > len(self._free_host):
+            raise CacheFullError(
+                f"PagedKVCache: swapping out sequence {sequence} needs {len(moving)} pages of the host pool, "
+                f"{len(self._free_host)} of {self.host_pages} are free"
+            )
+        for page in state.pages:
+            self._waiting[page] += arriving
+        state.swapped = True
+        self._move(moving, self._free_host, self._free)
+        return len(moving)
+
+    def swap_in(self, sequence: int) -> int:
+        """Brings a sequence that is swapped out back to the device; returns how many pages moved.
+
+        Raises:
+            CacheFullError: not enough free pages on the device; nothing has changed.
+        """
+        state = self._get(sequence)
+        if not state.swapped:
+            raise ValueError(f"PagedKVCache: sequence {sequence} is not swapped out")
+        moving = [page for page in state.pages if page >= self.num_pages]
+        if len(moving) > len(self._free):
+            raise CacheFullError(
+                f"PagedKVCache: swapping in sequence {sequence} needs {len(moving)} pages, {len(self._free)} are free"
+            )
+        self._move(moving, self._free, self._free_host)
+        state.swapped = False
+        for page in state.pages:
+            self._waiting[page] -= 1
+        return len(moving)
+
+    def _move(self, pages: list[int], free: list[int], freed: list[int]) -> None:
+        """Copies pages to the other side, and puts the new in the place of the old in every sequence that is out."""
+        if not pages:
+            return
+        targets = [free.pop() for _ in pages]
+        out = pages[0] < self.num_pages
+        on_host = [page - self.num_pages for page in (targets if out else pages)]
+        rows = (pages, on_host) if out else (on_host, targets)
+        source, target = (torch.tensor(side, device=self._layers[0].k_cache.device) for side in rows)
+        for device, host in zip(self._layers, self._host_layers, strict=True):
+            a, b = (device, host) if out else (host, device)
+            scales: dict[str, Any] = {
+                "k_scale_from": a.k_scale,
+                "v_scale_from": a.v_scale,
+                "k_scale_to": b.k_scale,
+                "v_scale_to": b.v_scale,
+            }
+            swap_pages(a.k_cache, a.v_cache, b.k_cache, b.v_cache, source, target, **scales)
+        for old, new in zip(pages, targets, strict=True):
+            for counts in (self._references, self._waiting):
+                counts[new], counts[old] = counts[old], 0
+            freed.append(old)
+        place = dict(zip(pages, targets, strict=True))
+        for state in self._sequences.values():
+            if state.swapped:
+                state.pages = [place.get(page, page) for page in state.pages]
+
     def _get(self, sequence: int) -> _Sequence:
         if sequence not in self._sequences:
             raise ValueError(f"PagedKVCache: there is no sequence {sequence}")
         return self._sequences[sequence]
+
+    def _on_device(self, sequence: int) -> _Sequence:
+        state = self._get(sequence)
+        if state.swapped:
+            raise ValueError(f"PagedKVCache: sequence {sequence} is swapped out: swap it in first")
+        return state
 
     def _take(self) -> int:
         page = self._free.pop()
@@ -245,7 +363,7 @@ class PagedKVCache:
     def _release(self, page: int) -> None:
         self._references[page] -= 1
         if self._references[page] == 0:
-            self._free.append(page)
+            (self._free if page < self.num_pages else self._free_host).append(page)
 
     def _unshare(self, state: _Sequence) -> None:
         """Replaces the sequence's last page, which others read, by a copy of its own."""

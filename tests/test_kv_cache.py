@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 import pykernels as pk
 from pykernels import native
@@ -264,13 +264,95 @@ def test_writing_after_a_fork_leaves_the_other_alone(dtype: str) -> None:
     assert cache.free_pages == 6
 
 
+@pytest.mark.parametrize("dtype", ["auto", "int8", "fp8_e4m3"])
+def test_a_sequence_that_went_to_the_host_reads_the_same_when_it_is_back(dtype: str) -> None:
+    cache = pk.PagedKVCache(4, 4, 2, 2, 16, dtype, host_pages=3)
+    waiting, other = cache.add_sequence(), cache.add_sequence()
+    write(cache, waiting, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert cache.swap_out(waiting) == 3
+    assert (cache.free_pages, cache.free_host_pages, cache.is_swapped(waiting)) == (4, 0, True)
+    write(cache, other, [11, 12, 13, 14, 15])
+    with pytest.raises(CacheFullError, match="swapping in sequence 0 needs 3 pages, 2 are free"):
+        cache.swap_in(waiting)
+    assert read(cache, other) == [11, 12, 13, 14, 15]
+    cache.free(other)
+    assert cache.swap_in(waiting) == 3
+    assert read(cache, waiting) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    write(cache, waiting, [10])
+    assert read(cache, waiting) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert (cache.free_pages, cache.free_host_pages, cache.is_swapped(waiting)) == (1, 3, False)
+
+
+def test_shared_pages_stay_for_their_running_reader_and_exist_once() -> None:
+    cache = pk.PagedKVCache(8, 2, 2, 1, 8, host_pages=8)
+    parent = cache.add_sequence()
+    write(cache, parent, [1, 2, 3, 4])
+    child = cache.fork(parent)
+    write(cache, child, [5, 6])
+    assert cache.swap_out(child) == 1  # the two pages of the prefix are the parent's, too
+    assert (cache.free_pages, cache.free_host_pages) == (6, 7)
+    assert cache.swap_out(parent) == 2  # the last reader takes them along
+    assert (cache.free_pages, cache.free_host_pages) == (8, 5)
+    assert cache.swap_in(child) == 3
+    assert read(cache, child) == [1, 2, 3, 4, 5, 6]
+    assert cache.swap_in(parent) == 0
+    assert cache.pages(parent) == cache.pages(child)[:2]
+    assert read(cache, parent) == [1, 2, 3, 4]
+
+
+def test_a_page_whose_last_running_reader_left_moves_when_asked_again() -> None:
+    cache = pk.PagedKVCache(3, 2, 1, 1, 8, host_pages=3)
+    parent = cache.add_sequence()
+    write(cache, parent, [1, 2, 3])
+    child = cache.fork(parent)
+    assert cache.swap_out(child) == 0
+    write(cache, parent, [4])  # copies the shared page before it writes
+    cache.free(parent)
+    assert cache.free_pages == 1
+    assert cache.swap_out(child) == 2
+    assert cache.free_pages == 3
+    cache.swap_in(child)
+    assert read(cache, child) == [1, 2, 3]
+
+
+def test_what_does_not_fit_the_host_pool_stays() -> None:
+    cache = pk.PagedKVCache(4, 2, 1, 1, 8, host_pages=1)
+    sequence = cache.add_sequence()
+    write(cache, sequence, [1, 2, 3])
+    text = "swapping out sequence 0 needs 2 pages of the host pool, 1 of 1 are free"
+    with pytest.raises(CacheFullError, match=text):
+        cache.swap_out(sequence)
+    assert (cache.free_pages, cache.free_host_pages, cache.is_swapped(sequence)) == (2, 1, False)
+    assert read(cache, sequence) == [1, 2, 3]
+    assert cache.host_nbytes == 2 * cache.bytes_per_token
+
+
+def test_a_sequence_that_is_swapped_out_can_only_end_or_come_back() -> None:
+    cache = pk.PagedKVCache(4, 2, 1, 1, 8, host_pages=4)
+    sequence = cache.add_sequence()
+    with pytest.raises(ValueError, match="sequence 0 is not swapped out"):
+        cache.swap_in(sequence)
+    write(cache, sequence, [1, 2, 3])
+    cache.swap_out(sequence)
+    calls: tuple[Any, ...] = (cache.pages, cache.fork, lambda s: cache.append(s, 1), cache.append_one)
+    for call in (*calls, lambda s: cache.truncate(s, 0), lambda s: cache.tables([s])):
+        with pytest.raises(ValueError, match="sequence 0 is swapped out: swap it in first"):
+            call(sequence)
+    assert cache.length(sequence) == 3
+    cache.free(sequence)
+    assert (cache.free_pages, cache.free_host_pages) == (4, 4)
+
+
 def test_wrong_use_is_named() -> None:
     with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
         pk.PagedKVCache(2, 0, 1, 1, 8)
     with pytest.raises(ValueError, match=r"dtype must be auto or one of .*, got 'int4'"):
         pk.PagedKVCache(2, 4, 1, 1, 8, "int4")
     cache = pk.PagedKVCache(2, 4, 1, 1, 8)
-    for call in (cache.length, cache.pages, cache.fork, cache.free, lambda s: cache.append(s, 1)):
+    with pytest.raises(ValueError, match="host_pages must be at least 0, got -1"):
+        pk.PagedKVCache(2, 4, 1, 1, 8, host_pages=-1)
+    known: tuple[Any, ...] = (cache.length, cache.pages, cache.fork, cache.free, cache.swap_out, cache.swap_in)
+    for call in (*known, lambda s: cache.append(s, 1)):
         with pytest.raises(ValueError, match="there is no sequence 5"):
             call(5)
     sequence = cache.add_sequence()
@@ -307,13 +389,13 @@ def read(cache: pk.PagedKVCache, sequence: int) -> list[int]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any interleaving of appends, forks, truncations and frees: what is read is what a list would hold."""
+    """Any interleaving of appends, forks, truncations, swaps and frees: what is read is what a list would hold."""
 
     sequences = Bundle("sequences")
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = pk.PagedKVCache(7, 3, 2, 1, 8)
+        self.cache = pk.PagedKVCache(7, 3, 2, 1, 8, host_pages=4)
         self.held: dict[int, list[int]] = {}
         self.next = 0
 
@@ -326,6 +408,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, count=st.integers(0, 7))
     def append(self, sequence: int, count: int) -> None:
+        if self.cache.is_swapped(sequence):
+            return
         values = [(self.next + i) % 100 for i in range(count)]
         before = (self.cache.pages(sequence), self.cache.free_pages)
         try:
@@ -336,14 +420,31 @@ class CacheMachine(RuleBasedStateMachine):
         self.next += count
         self.held[sequence] += values
 
+    @rule(sequence=sequences)
+    def swap(self, sequence: int) -> None:
+        away = self.cache.is_swapped(sequence)
+        before = (self.cache.free_pages, self.cache.free_host_pages)
+        try:
+            moved = self.cache.swap_in(sequence) if away else self.cache.swap_out(sequence)
+        except CacheFullError:
+            assert (self.cache.free_pages, self.cache.free_host_pages) == before
+            assert self.cache.is_swapped(sequence) == away
+            return
+        change = -moved if away else moved
+        assert (self.cache.free_pages - change, self.cache.free_host_pages + change) == before
+
     @rule(target=sequences, sequence=sequences)
-    def fork(self, sequence: int) -> int:
+    def fork(self, sequence: int) -> Any:
+        if self.cache.is_swapped(sequence):
+            return multiple()
         copy = self.cache.fork(sequence)
         self.held[copy] = list(self.held[sequence])
         return copy
 
     @rule(sequence=sequences, share=st.floats(0, 1))
     def truncate(self, sequence: int, share: float) -> None:
+        if self.cache.is_swapped(sequence):
+            return
         length = int(share * len(self.held[sequence]))
         self.cache.truncate(sequence, length)
         del self.held[sequence][length:]
@@ -358,12 +459,15 @@ class CacheMachine(RuleBasedStateMachine):
     def every_sequence_reads_what_was_written(self) -> None:
         for sequence, values in self.held.items():
             assert self.cache.length(sequence) == len(values)
-            assert read(self.cache, sequence) == values
+            assert self.cache.is_swapped(sequence) or read(self.cache, sequence) == values
 
     @invariant()
     def no_page_is_lost(self) -> None:
-        used = {page for sequence in self.held for page in self.cache.pages(sequence)}
-        assert len(used) + self.cache.free_pages == self.cache.num_pages
+        used = {page for state in self.cache._sequences.values() for page in state.pages}
+        free = (self.cache.free_pages, self.cache.free_host_pages)
+        assert len(used) + sum(free) == self.cache.num_pages + self.cache.host_pages
+        running = {page for s in self.held if not self.cache.is_swapped(s) for page in self.cache.pages(s)}
+        assert all(page < self.cache.num_pages for page in running)
 
 
 TestCacheMachine = CacheMachine.TestCase
