@@ -315,6 +315,28 @@ def test_a_page_whose_last_running_reader_left_moves_when_asked_again() -> None:
     assert read(cache, child) == [1, 2, 3]
 
 
+def test_readers_that_end_while_they_are_out_leave_the_pages_to_the_others() -> None:
+    cache = pk.PagedKVCache(4, 2, 1, 1, 8, host_pages=4)
+    first = cache.add_sequence()
+    write(cache, first, [1, 2, 3])
+    second, third = cache.fork(first), cache.fork(first)
+    for sequence in (first, second):
+        cache.swap_out(sequence)
+    cache.free(first)  # while the pages are still on the device
+    assert cache.swap_out(third) == 2
+    cache.free(second)  # while they are in the host pool
+    assert (cache.free_pages, cache.free_host_pages) == (4, 2)
+    other = cache.add_sequence()
+    write(cache, other, [7, 8, 9])
+    assert cache.swap_out(other) == 2
+    cache.swap_in(third)
+    assert read(cache, third) == [1, 2, 3]
+    cache.free(third)
+    cache.swap_in(other)
+    assert read(cache, other) == [7, 8, 9]
+    assert (cache.free_pages, cache.free_host_pages) == (2, 4)
+
+
 def test_what_does_not_fit_the_host_pool_stays() -> None:
     cache = pk.PagedKVCache(4, 2, 1, 1, 8, host_pages=1)
     sequence = cache.add_sequence()
