@@ -83,6 +83,11 @@ def copy_pages(make: Maker, model: str, dtype: str, kv: str, context: int) -> di
     return cache_cases.copy(attention(model, dtype, kv, [1], [2 * context]), context // 16, make)
 
 
+def swap_pages(make: Maker, model: str, dtype: str, kv: str, context: int) -> dict[str, Any]:
+    spec = cache_cases.Swap(attention(model, dtype, kv, [1], [2 * context]), copies=context // 16)
+    return cache_cases.swap(spec, make)
+
+
 def _append(model: str, dtype: str, kv: str, tokens: int) -> Append:
     m = MODELS[model]
     return Append(
@@ -214,6 +219,7 @@ GRIDS: dict[str, Grid] = {
         gather, "model dtype kv context batch", rows(ALL, HALF, ["bfloat16", "int8", "fp8_e4m3"], [1024], [1])
     ),
     "copy_pages": _grid(copy_pages, "model dtype kv context", rows(ALL, HALF, ["bfloat16", "int8"], [512])),
+    "swap_pages": _grid(swap_pages, "model dtype kv context", rows(ALL, HALF, ["bfloat16", "int8"], [512])),
     "sample": _grid(sample, "model dtype filters batch", rows(ALL, ["float32"], FILTERS, [1, 8])),
     "verify_draft": _grid(verify, "model dtype drafted batch", rows(ALL, ["float32"], [4], [1])),
     "philox_uniform": _grid(uniform, "count batch", rows([4096], [1, 64])),
@@ -241,6 +247,7 @@ SMOKE: dict[str, Row] = {
     "rope_append_kv": ("smollm2", "bfloat16", "int8", 1),
     "gather_kv": ("smollm2", "bfloat16", "int8", 1024, 1),
     "copy_pages": ("smollm2", "bfloat16", "bfloat16", 512),
+    "swap_pages": ("smollm2", "bfloat16", "bfloat16", 512),
     "sample": ("smollm2", "float32", "top_k_top_p", 1),
     "verify_draft": ("smollm2", "float32", 4, 1),
     "philox_uniform": (4096, 1),

@@ -42,13 +42,13 @@ def is_float32(case: Case) -> bool:
     return case.args()["q"].dtype == torch.float32
 
 
-def arguments(case: Case, dtype: torch.dtype | None) -> dict[str, Any]:
+def arguments(case: Case, dtype: torch.dtype | None, device: str = "cpu") -> dict[str, Any]:
     """The case's arguments, numbers in float32 cast to `dtype` with their strides and the poison around them."""
-    args = case.args()
+    args = case.args(device)
     for name in ("q", "k", "v", "k_cache", "v_cache", "out") if dtype is not None else ():
         value = args.get(name)
         if value is not None and value.dtype == torch.float32:
-            buffer = torch.full((value.untyped_storage().nbytes() // 4,), torch.nan, dtype=dtype)
+            buffer = torch.full((value.untyped_storage().nbytes() // 4,), torch.nan, dtype=dtype, device=device)
             args[name] = buffer.as_strided(value.shape, value.stride(), value.storage_offset())
             if name != "out":
                 args[name].copy_(value)
@@ -80,6 +80,25 @@ def test_agrees_with_the_reference_under_every_schedule(case: Case, dtype: torch
             for tensor in OPS[case.op].tensors:
                 if tensor.mutated and args[tensor.name] is not None:
                     assert same_bits(again[tensor.name], args[tensor.name]).all(), (capability, settings, tensor.name)
+
+
+@pytest.mark.parametrize("op", ["copy_pages", "swap_pages"])
+@pytest.mark.parametrize("name", ["src_pages", "dst_pages"])
+def test_a_page_that_does_not_exist_is_neither_read_nor_written(op: str, name: str) -> None:
+    case = next(c for c in cases(op) if c.name == "int8_token")
+    args, whole = case.args(), case.args()
+    EmulatedCuda().run(op, whole)
+    args[name][:2] = torch.tensor([-1, 1 << 40])
+    missed = case.args()["dst_pages"][:2]
+    before = case.args()
+    EmulatedCuda().run(op, args)  # reports a fault for any access outside of the tensors
+    for tensor in OPS[op].tensors:
+        if tensor.mutated:
+            value = args[tensor.name]
+            others = [p for p in range(value.shape[0]) if p not in missed]
+            assert same_bits(value[others], whole[tensor.name][others]).all()
+            if name == "dst_pages" or op == "swap_pages":
+                assert same_bits(value[missed], before[tensor.name][missed]).all()
 
 
 def decode_case(name: str) -> dict[str, Any]:

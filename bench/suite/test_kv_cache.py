@@ -27,6 +27,11 @@ def test_copy_pages(bench: Bench, backend: str, model: str, dtype: str, kv: str,
     bench(problem("copy_pages", model=model, dtype=dtype, kv=kv, context=context), backend)
 
 
+@grid("swap_pages")
+def test_swap_pages(bench: Bench, backend: str, model: str, dtype: str, kv: str, context: int) -> None:
+    bench(problem("swap_pages", model=model, dtype=dtype, kv=kv, context=context), backend)
+
+
 @table("kv_cache")
 def test_kv_cache_tables(bench: Bench, backend: str, case: Case) -> None:
     bench(case, backend)

@@ -77,6 +77,7 @@ void register_kv_cache(py::module_& m) {
   bind(m, "gather_kv", gather_kv, make<GatherParams, 8>());
   bind(m, "copy_pages", copy_pages, make<CopyPagesParams, 6>());
   bind_scratch(m, "copy_pages", copy_pages_scratch_bytes, make<CopyPagesParams, 6>());
+  bind(m, "swap_pages", swap_pages, make<SwapPagesParams, 10>());
 }
 
 void register_sampling(py::module_& m) {

@@ -26,6 +26,7 @@ cudaError_t rope_append_kv(const RopeAppendParams&, const Launch&);
 cudaError_t gather_kv(const GatherParams&, const Launch&);
 int64_t copy_pages_scratch_bytes(const CopyPagesParams&);
 cudaError_t copy_pages(const CopyPagesParams&, const Launch&);
+cudaError_t swap_pages(const SwapPagesParams&, const Launch&);
 
 int64_t sample_scratch_bytes(const SampleParams&);
 cudaError_t sample(const SampleParams&, const Launch&);

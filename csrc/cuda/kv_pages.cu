@@ -1,4 +1,4 @@
-// Reads a paged KV cache back: tokens of all sequences in turn, dequantised; and copies of whole pages.
+// Reads a paged KV cache back: tokens of all sequences in turn, dequantised; and copies of whole pages, within a cache and between two.
 #include "aligned.h"
 #include "device/kv_rows.cuh"
 #include "kernels.h"
@@ -69,11 +69,12 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const Gather g) {
 // Pages as rows of bytes: [page_size][heads] rows of `row_bytes`.
 struct PageRows {
   char* base = nullptr;
-  int64_t page = 0, token = 0, head = 0;  // bytes
+  int64_t num_pages = 0, page = 0, token = 0, head = 0;  // strides in bytes
   int page_size = 0, heads = 0, row_bytes = 0, unit = 1;
 
   PageRows() = default;
-  explicit PageRows(const Tensor& t) : base(t.as<char>()), page_size(static_cast<int>(t.size[1])), heads(static_cast<int>(t.size[2])) {
+  explicit PageRows(const Tensor& t)
+      : base(t.as<char>()), num_pages(t.size[0]), page_size(static_cast<int>(t.size[1])), heads(static_cast<int>(t.size[2])) {
     const int64_t bytes = size_of(t.dtype);
     page = t.stride[0] * bytes;
     token = t.stride[1] * bytes;
@@ -83,6 +84,9 @@ struct PageRows {
     unit = all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : all % 2 == 0 ? 2 : 1;
   }
   int64_t page_bytes() const { return int64_t{page_size} * heads * row_bytes; }
+  // Null for a page that does not exist: nothing is read or written there.
+  PK_DEVICE char* at(int64_t index) const { return index >= 0 && index < num_pages ? base + index * page : nullptr; }
+  PK_DEVICE int64_t row(int i) const { return i / heads * token + i % heads * head; }
 };
 
 PK_DEVICE void copy_unit(char* to, const char* from, int unit) {
@@ -101,15 +105,42 @@ PK_DEVICE void copy_unit(char* to, const char* from, int unit) {
 template <bool kToStage>
 __global__ void __launch_bounds__(kThreads) stage_kernel(const PageRows rows, const int64_t* pages, int64_t stride, char* stage) {
   char* dense = stage + blockIdx.x * (int64_t{rows.page_size} * rows.heads * rows.row_bytes);
-  char* page = rows.base + pages[blockIdx.x * stride] * rows.page;
+  char* page = rows.at(pages[blockIdx.x * stride]);
+  if (page == nullptr) return;
   const int units = rows.row_bytes / rows.unit, count = rows.page_size * rows.heads * units;
   for (int i = static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x); i < count;
        i += kThreads * static_cast<int>(gridDim.y)) {
     const int row = i / units, at = i % units * rows.unit;
-    char* scattered = page + row / rows.heads * rows.token + row % rows.heads * rows.head + at;
+    char* scattered = page + rows.row(row) + at;
     char* packed = dense + int64_t{row} * rows.row_bytes + at;
     copy_unit(kToStage ? packed : scattered, kToStage ? scattered : packed, rows.unit);
   }
+}
+
+// The pages of one cache and of another, either of which may be in pinned host memory.
+struct Swap {
+  PageRows from, to;
+  const int64_t *src, *dst;
+  int64_t src_stride, dst_stride;
+  int unit;  // of both sides
+};
+
+__global__ void __launch_bounds__(kThreads) swap_kernel(const Swap s) {
+  const char* from = s.from.at(s.src[blockIdx.x * s.src_stride]);
+  char* to = s.to.at(s.dst[blockIdx.x * s.dst_stride]);
+  if (from == nullptr || to == nullptr) return;
+  const int units = s.from.row_bytes / s.unit, count = s.from.page_size * s.from.heads * units;
+  for (int i = static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x); i < count;
+       i += kThreads * static_cast<int>(gridDim.y)) {
+    const int row = i / units, at = i % units * s.unit;
+    copy_unit(to + s.to.row(row) + at, from + s.from.row(row) + at, s.unit);
+  }
+}
+
+// A block per copy and share of a page, enough of them that every thread has one unit, up to a limit.
+Grid page_grid(int64_t copies, int64_t page_bytes, int unit) {
+  const int64_t blocks = (page_bytes / unit + kThreads - 1) / kThreads;
+  return {dim3(static_cast<unsigned>(copies), static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, 64))), dim3(kThreads)};
 }
 
 constexpr int64_t kAlign = 256;
@@ -155,13 +186,33 @@ cudaError_t copy_pages(const CopyPagesParams& p, const Launch& on) {
     for (const Tensor* t : {&p.k_cache, &p.v_cache, &p.k_scale, &p.v_scale}) {
       if (t->ndim < 3) continue;
       const PageRows rows(*t);
-      const int64_t blocks = (rows.page_bytes() / rows.unit + kThreads - 1) / kThreads;
-      const Grid grid{dim3(static_cast<unsigned>(copies), static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, 64))), dim3(kThreads)};
+      const Grid grid = page_grid(copies, rows.page_bytes(), rows.unit);
       const cudaError_t status = launch(to_stage ? stage_kernel<true> : stage_kernel<false>, grid, on.stream, rows,
                                         pages.as<const int64_t>(), pages.stride[0], stage);
       if (status != cudaSuccess) return status;
       stage += staged_bytes(*t, copies);
     }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t swap_pages(const SwapPagesParams& p, const Launch& on) {
+  const int64_t copies = p.src_pages.size[0];
+  if (copies == 0) return cudaSuccess;
+  const Tensor* const pools[][2] = {
+      {&p.k_from, &p.k_to}, {&p.v_from, &p.v_to}, {&p.k_scale_from, &p.k_scale_to}, {&p.v_scale_from, &p.v_scale_to}};
+  for (const auto& [source, target] : pools) {
+    if (source->ndim < 3) continue;
+    const PageRows from(*source), to(*target);
+    const Swap call{from,
+                    to,
+                    p.src_pages.as<const int64_t>(),
+                    p.dst_pages.as<const int64_t>(),
+                    p.src_pages.stride[0],
+                    p.dst_pages.stride[0],
+                    std::min(from.unit, to.unit)};
+    const cudaError_t status = launch(swap_kernel, page_grid(copies, from.page_bytes(), call.unit), on.stream, call);
+    if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
 }
