@@ -5,7 +5,7 @@ from __future__ import annotations
 from .activation import GATED_ACTIVATION
 from .check import allocate, bind_dims, check, check_types, device_of, dtype_name
 from .decode import MERGE_ATTENTION_STATES, PAGED_DECODE_ATTENTION
-from .handover import native_arguments, view
+from .handover import launch_error, native_arguments, view
 from .kv_cache import APPEND_KV, COPY_PAGES, GATHER_KV, ROPE_APPEND_KV, SWAP_PAGES
 from .linear import BLOCK, EMBEDDING, FORMATS, LAYOUTS, LINEAR, packed_bytes
 from .norm import RMS_NORM
@@ -57,6 +57,7 @@ __all__ = [
     "check_types",
     "device_of",
     "dtype_name",
+    "launch_error",
     "native_arguments",
     "packed_bytes",
     "view",

@@ -32,6 +32,12 @@ def view(t: torch.Tensor | None) -> View | None:
     return (t.data_ptr(), DTYPE_CODES[t.dtype], tuple(t.shape), t.stride())
 
 
+def launch_error(op_name: str, args: Mapping[str, Any], error: Exception) -> RuntimeError:
+    """What a launch failed with, and the call that it was."""
+    shapes = ", ".join(f"{n} {list(v.shape)}" for n, v in args.items() if isinstance(v, torch.Tensor))
+    return RuntimeError(f"{op_name}: {error} ({shapes})")
+
+
 def native_arguments(op: Op, args: Mapping[str, Any]) -> list[Any]:
     """The op's arguments in the contract's order, tensors as views."""
     return [args[a.name] if isinstance(a, Scalar) else view(args[a.name]) for a in op.args]

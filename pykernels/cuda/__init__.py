@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..contract import OPS, device_of, native_arguments
+from ..contract import OPS, device_of, launch_error, native_arguments
 
 _PACKAGE = __package__ or "pykernels.cuda"
 _ROOT = _PACKAGE.rpartition(".")[0]
@@ -72,8 +72,7 @@ class CudaBackend:
         try:
             getattr(self.native(), op_name)(*flat, *where)
         except RuntimeError as error:
-            shapes = ", ".join(f"{n} {list(v.shape)}" for n, v in args.items() if isinstance(v, torch.Tensor))
-            raise RuntimeError(f"{op_name}: {error} ({shapes})") from error
+            raise launch_error(op_name, args, error) from error
 
     def stream(self, device: torch.device) -> int:
         """The handle of the current stream."""

@@ -9,11 +9,12 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ..contract import OPS, device_of
+from ..contract import OPS, device_of, launch_error
 
 
 def _interpreting() -> bool:
@@ -42,9 +43,14 @@ class TritonBackend:
         return [] if narrowing is None else narrowing(**args)
 
     def run(self, op_name: str, args: Mapping[str, Any]) -> None:
-        """Launches the op on the current stream; it writes into the outputs among `args`."""
+        """Launches the op on the current stream of its device; it writes into the outputs among `args`."""
         launcher: Callable[..., None] = getattr(self._family(op_name), op_name)
-        launcher(**args)
+        device, _ = device_of(OPS[op_name], args)
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                launcher(**args)
+        except Exception as error:  # the compiler's, the driver's and Triton's own have no other base
+            raise launch_error(op_name, args, error) from error
 
     @staticmethod
     def _family(op_name: str) -> Any:
