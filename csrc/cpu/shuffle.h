@@ -31,16 +31,6 @@ inline vf pick_quarters(vf a, vf b) {
   }>(a, b);
 }
 
-// Of 2 kLanes 16-bit numbers each: pairs (a_i, b_i), a in the low half, the first kLanes of them and the rest.
-inline void interleave_halves(vu a, vu b, vu& first, vu& second) {
-  typedef uint16_t halves __attribute__((vector_size(4 * kLanes)));
-  const auto pick = [&]<int... I>(int from, std::integer_sequence<int, I...>) {
-    return (vu)__builtin_shuffle((halves)a, (halves)b, halves{uint16_t(from + I / 2 + (I % 2 ? 2 * kLanes : 0))...});
-  };
-  first = pick(0, std::make_integer_sequence<int, 2 * kLanes>());
-  second = pick(kLanes, std::make_integer_sequence<int, 2 * kLanes>());
-}
-
 // Lane i of the result is op over the lanes of rows[i], always in the same tree. Overwrites rows.
 template <class Op>
 inline vf reduce_rows(vf* rows, Op op) {

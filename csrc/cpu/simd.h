@@ -195,53 +195,9 @@ inline f16 from_float<f16>(float x) {
 // ---- vector loads and stores that convert -----------------------------------------------------------------------
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t vb __attribute__((vector_size(kLanes)));
-typedef int8_t vb_signed __attribute__((vector_size(kLanes)));
-
-// One instruction each; gcc makes several of a __builtin_convertvector between widths.
-inline vu widen(vh v) {
-#if PK_AVX512
-  return (vu)_mm512_cvtepu16_epi32((__m256i)v);
-#elif PK_AVX2
-  return (vu)_mm256_cvtepu16_epi32((__m128i)v);
-#else
-  return __builtin_convertvector(v, vu);
-#endif
-}
-inline vu widen(vb v) {
-#if PK_AVX512
-  return (vu)_mm512_cvtepu8_epi32((__m128i)v);
-#elif PK_AVX2
-  return (vu)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(v)));
-#else
-  return __builtin_convertvector(v, vu);
-#endif
-}
-inline vi widen(vb_signed v) {
-#if PK_AVX512
-  return (vi)_mm512_cvtepi8_epi32((__m128i)v);
-#elif PK_AVX2
-  return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(int64_t(v)));
-#else
-  return __builtin_convertvector(v, vi);
-#endif
-}
-inline vh low_halves(vu v) {
-#if PK_AVX512
-  return (vh)_mm512_cvtepi32_epi16((__m512i)v);
-#else
-  return __builtin_convertvector(v, vh);
-#endif
-}
-inline vb low_bytes(vu v) {
-#if PK_AVX512
-  return (vb)_mm512_cvtepi32_epi8((__m512i)v);
-#else
-  return __builtin_convertvector(v, vb);
-#endif
-}
 
 inline vf load(const float* p) { return load_bits<vf>(p); }
-inline vf load(const bf16* p) { return as_f(widen(load_bits<vh>(p)) << 16); }
+inline vf load(const bf16* p) { return as_f(__builtin_convertvector(load_bits<vh>(p), vu) << 16); }
 inline vf load(const f16* p) {
 #if PK_AVX512
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -253,7 +209,8 @@ inline vf load(const f16* p) {
   return v;
 #endif
 }
-inline vf load(const int8_t* p) { return to_float(widen(load_bits<vb_signed>(p))); }
+typedef int8_t vb_signed __attribute__((vector_size(kLanes)));
+inline vf load(const int8_t* p) { return __builtin_convertvector(load_bits<vb_signed>(p), vf); }
 // Codes in 32-bit lanes.
 inline vf fp8_to_float(vu code) {
   const vu rest = code & 0x7f;
@@ -276,7 +233,7 @@ inline vf load(const fp8* p) {
   const __m128i sign = _mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x80)), 8);
   return (vf)_mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(rest, nan), sign)) * set1(256.f);
 #else
-  return fp8_to_float(widen(load_bits<vb>(p)));
+  return fp8_to_float(__builtin_convertvector(load_bits<vb>(p), vu));
 #endif
 }
 
@@ -284,7 +241,7 @@ inline void store(float* p, vf v) { store_bits(p, v); }
 inline vh bf16_bits(vf v) {
   const vu u = as_u(v), rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
   const vi nan = v != v;
-  return low_halves(nan ? (u >> 16 | 0x40) : rounded);
+  return __builtin_convertvector(nan ? (u >> 16 | 0x40) : rounded, vh);
 }
 inline void store(bf16* p, vf v) { store_bits(p, bf16_bits(v)); }
 inline void store(f16* p, vf v) {
