@@ -15,6 +15,7 @@ import torch
 
 from ..kv_cache import PagedKVCache
 from ..models.decoder import Buffers, Decoder, StepInputs
+from ..ranges import span
 from ..roofline.points import Recorder
 from ..roofline.records import StepRecord
 from .costs import StepCost
@@ -112,7 +113,9 @@ class Engine:
         pending = list(requests)
         while pending:
             work = self._chunks(pending)
-            yield from self._prefill_step(work)
+            with span("prefill"):
+                events = self._prefill_step(work)
+            yield from events
             pending = [r for r in pending if r.computed < len(r.prompt_ids)]
 
     def _chunks(self, pending: Sequence[Request]) -> list[tuple[Request, int]]:
@@ -178,6 +181,11 @@ class Engine:
 
     def decode(self, requests: Sequence[Request]) -> Iterator[tuple[Request, str]]:
         """One more token for each request."""
+        with span("decode"):
+            events = self._decode_step(requests)
+        yield from events
+
+    def _decode_step(self, requests: Sequence[Request]) -> list[tuple[Request, str]]:
         started = time.perf_counter()
         batch = len(requests)
         step = self._step("decode", batch, batch)
@@ -194,7 +202,7 @@ class Engine:
         contexts = [r.length for r in requests]
         events = self._deliver(sampler)
         self._record("decode", started, kernels, [1] * batch, contexts, batch)
-        yield from events
+        return events
 
     def _sequence(self, request: Request) -> int:
         if request.sequence is None:

@@ -16,6 +16,7 @@ from ..ops.kv_cache import rope_append_kv
 from ..ops.linear import PackedWeight, embedding, linear, pack_weight
 from ..ops.norm import rms_norm
 from ..ops.prefill import paged_prefill_attention
+from ..ranges import span
 from .config import ModelConfig, inv_freq
 from .weights import LayerWeights, ModelWeights, WeightSource
 
@@ -189,22 +190,37 @@ class Decoder:
         x, normed = buffers.x[:tokens], buffers.normed[:tokens]
         embedding(step.ids, self.embedding, out=x, backend=self.backend)
         for index, layer in enumerate(self.layers):
-            rms_norm(x, layer.attn_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
-            attended = self._attention(index, layer, normed, step, cache, buffers)
-            self._linear(attended, layer.o, out=x, residual=x)
-            rms_norm(x, layer.ffn_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
-            gate_up, hidden = buffers.gate_up[:tokens], buffers.hidden[:tokens]
-            self._linear(normed, layer.gate_up, out=gate_up)
-            gated_activation(gate_up, kind="silu", out=hidden, backend=self.backend)
-            self._linear(hidden, layer.down, out=x, residual=x)
+            with span("layer", index):
+                self._layer_forward(index, layer, (x, normed), step, cache, buffers)
+
+    def _layer_forward(
+        self,
+        index: int,
+        layer: PackedLayer,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        step: StepInputs,
+        cache: PagedKVCache,
+        buffers: Buffers,
+    ) -> None:
+        """Adds one layer to the residual stream; `rows` are this step's of `buffers.x` and `buffers.normed`."""
+        (x, normed), tokens = rows, step.ids.shape[0]
+        rms_norm(x, layer.attn_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
+        attended = self._attention(index, layer, normed, step, cache, buffers)
+        self._linear(attended, layer.o, out=x, residual=x)
+        rms_norm(x, layer.ffn_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
+        gate_up, hidden = buffers.gate_up[:tokens], buffers.hidden[:tokens]
+        self._linear(normed, layer.gate_up, out=gate_up)
+        gated_activation(gate_up, kind="silu", out=hidden, backend=self.backend)
+        self._linear(hidden, layer.down, out=x, residual=x)
 
     def head_forward(self, x: torch.Tensor, buffers: Buffers) -> torch.Tensor:
         """Logits of rows of the residual stream, float32 `[rows, vocab]`, in `buffers.logits`."""
         rows = x.shape[0]
         normed, logits = buffers.last[:rows], buffers.logits[:rows]
         if rows:
-            rms_norm(x, self.final_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
-            self._linear(normed, self.head, out=logits, sensitive=True)
+            with span("head"):
+                rms_norm(x, self.final_norm, eps=self.config.rms_eps, out=normed, backend=self.backend)
+                self._linear(normed, self.head, out=logits, sensitive=True)
         return logits
 
     def _attention(
