@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pykernels as pk
-from pykernels import ranges
+from pykernels import library, ranges
 from pykernels.ranges import annotated, span
 
 
@@ -54,7 +54,17 @@ def test_phases_hold_layers_and_layers_hold_ops(generator: pk.Generator) -> None
     layers = [f"layer {i}" for i in range(generator.config.num_layers)]
     assert tree.children("prefill") == ["embedding", *layers, "head", "sample"]
     assert tree.children("decode") == 2 * ["embedding", *layers, "head", "sample"]
-    attended = ["rms_norm", "linear", "rope_append_kv", "{}", "linear", "rms_norm", "linear", "gated_activation", "linear"]
+    attended = [
+        "rms_norm",
+        "linear",
+        "rope_append_kv",
+        "{}",
+        "linear",
+        "rms_norm",
+        "linear",
+        "gated_activation",
+        "linear",
+    ]
     for phase, attention, times in (("prefill", "paged_prefill_attention", 1), ("decode", "paged_decode_attention", 2)):
         ops = [attention if name == "{}" else name for name in attended]
         assert all(tree.children(phase, layer) == times * ops for layer in layers)
@@ -70,11 +80,18 @@ def test_without_ops_only_the_outer_ranges_are_pushed() -> None:
 
 def test_ranges_close_when_an_op_fails() -> None:
     tree = Tree()
-    with pytest.raises(RuntimeError), annotated(tree), span("layer", 3):
-        norm()
-        raise RuntimeError
+    with pytest.raises(ValueError, match="backend"), annotated(tree), span("layer", 3):
+        pk.rms_norm(torch.ones(2, 8), torch.ones(8), eps=1e-5, backend="none")
     assert tree.open == []
-    assert tree.seen == [("layer 3",), ("layer 3", "rms_norm")]
+    assert tree.seen == [("layer 3",)]
+
+    def fails(op: object, args: object, run: object) -> None:
+        raise RuntimeError("inside")
+
+    with annotated(tree), library.observed(fails), pytest.raises(RuntimeError, match="inside"):
+        norm()
+    assert tree.open == []
+    assert tree.seen[1:] == [("rms_norm",)]
 
 
 def test_the_inner_domain_is_the_one_in_use() -> None:
@@ -88,8 +105,6 @@ def test_the_inner_domain_is_the_one_in_use() -> None:
 
 
 def test_ranges_that_are_off_are_one_object_and_no_observer() -> None:
-    from pykernels import library
-
     tree = Tree()
     with annotated(tree):
         pass
@@ -149,9 +164,9 @@ def test_the_installed_nvtx_takes_our_ranges() -> None:
 
 
 def test_torch_s_profiler_sees_the_ranges_nested() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with annotated(ranges.TorchRanges()), span("phase"):
-            norm()
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile, annotated(ranges.TorchRanges()), span("phase"):
+        norm()
     events = {e.name: e for e in profile.events()}
     outer, inner = events["phase"].time_range, events["rms_norm"].time_range
     assert outer.start <= inner.start

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from typing import Any
 
+from ..ranges import Nvtx, annotated
 from ..roofline.records import metrics
 from .options import add_model_options, add_sampling_options, load_generator, sampling_params
 
@@ -21,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument("--system", help="the system message of the chat")
+    parser.add_argument(
+        "--nvtx", action="store_true", help="NVTX ranges around phases, layers and ops, to be seen by nsys"
+    )
     add_model_options(parser)
     add_sampling_options(parser)
 
@@ -34,9 +39,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         raise ValueError("--system is part of a chat, and --raw leaves the chat template out")
     generator = load_generator(args, max_batch=1)
     request = generator.request(prompt if args.raw else _chat(generator, args.system, prompt), params)
-    for piece in generator.pieces(request):
-        if not args.json:
-            print(piece, end="", flush=True)
+    with annotated(Nvtx()) if args.nvtx else nullcontext():
+        for piece in generator.pieces(request):
+            if not args.json:
+                print(piece, end="", flush=True)
     completion = request.completion()
     measured = metrics(generator.engine.steps, [request.record()])
     if args.json:
