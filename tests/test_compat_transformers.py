@@ -16,6 +16,8 @@ from transformers import masking_utils as hf
 
 from pykernels.compat.transformers import attention, register
 from pykernels.compat.transformers_mask import Band, Pages, Runs, Segments, Table, band_of, table_of, visible_keys
+from pykernels.compat.transformers_modules import use_ops
+from pykernels.library import observed
 from pykernels.models.locate import resolve_model
 from pykernels.testing.compare import spread, unit_in_last_place, within_budget
 
@@ -125,6 +127,67 @@ def test_logits_of_prompt_and_decode_are_those_of_eager(family: str, padding: st
     assert verdict.ok, verdict.reason
 
 
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_with_our_norms_rotations_and_mlps_are_those_of_eager(family: str) -> None:
+    model = model_of(family)
+    before = model.state_dict()
+    ids, mask = prompts(True)
+    real = torch.cat((mask, torch.ones(3, 6)), dim=1).bool()
+    eager = logits_of(model, "eager", ids, mask, 6)[real]
+    exact = logits_of(copy.deepcopy(model).double(), "exact", ids, mask, 6)[real]
+    swapped = copy.deepcopy(model)
+    used = use_ops(swapped)
+    ours = logits_of(swapped, "pykernels", ids, mask, 6)[real]
+    rounding = unit_in_last_place(torch.float32, float(exact.abs().max())) / 2
+    verdict = within_budget("logits", ours, exact, spread(eager, exact), rounding)
+    assert verdict.ok, verdict.reason
+    names = {name: type(module).__name__ for name, module in model.named_modules()}
+    norms = [name for name, kind in names.items() if kind.endswith("RMSNorm")]
+    assert used.rms_norm == norms
+    assert used.rotary_embedding == [name for name, kind in names.items() if kind.endswith("RotaryEmbedding")]
+    gated = [name for name, kind in names.items() if kind.endswith("MLP") and family != "GptOss"]
+    assert used.gated_activation == gated
+    assert [*used.left] == [name for name, kind in names.items() if kind.endswith("MLP") and family == "GptOss"]
+    assert all(torch.equal(swapped.state_dict()[name], x) for name, x in before.items())
+    assert torch.equal(logits_of(model, "eager", ids, mask, 6)[real], eager), "a model of the family changed too"
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "gated_activation", "rotary_embedding"])
+def test_each_of_our_modules_runs_our_op(name: str) -> None:
+    model = model_of("Gemma3")
+    use_ops(model)
+    ran = []
+    with torch.no_grad(), observed(lambda op, args, run: (ran.append(op.name), run())[1]):
+        model(prompts(True)[0])
+    assert ran.count(name) == {"rms_norm": 6 * 3 + 1, "gated_activation": 3, "rotary_embedding": 3}[name]
+
+
+def test_modules_that_compute_something_else_are_left_alone() -> None:
+    model = model_of("Llama")
+    model.model.norm.forward = lambda x: x * model.model.norm.weight
+    for part in model.model.layers[0].mlp, model.model.layers[1].mlp:
+        part.act_fn = torch.nn.GELU()
+    model.model.rotary_emb.rope_type = "dynamic"
+    used = use_ops(model)
+    assert "replaced before" in used.left["model.norm"]
+    assert "rope_type dynamic" in used.left["model.rotary_emb"]
+    assert [name for name in used.left if name.endswith("mlp")] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert used.gated_activation == ["model.layers.2.mlp"]
+    assert used.rotary_embedding == []
+
+
+def test_our_mlp_calls_projections_that_were_replaced_later() -> None:
+    model = model_of("Llama")
+    ids = prompts(True)[0]
+    use_ops(model)
+    with torch.no_grad():
+        plain = model(ids).logits
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.register_forward_hook(lambda module, args, out: out * 0.5)
+        hooked = model(ids).logits
+    assert not torch.allclose(hooked, plain, atol=1e-3)
+
+
 GENERATE: dict[str, dict[str, Any]] = {
     "greedy": {},
     "static cache": {"cache_implementation": "static"},
@@ -147,6 +210,34 @@ def test_generate_returns_the_ids_of_eager(family: str, mode: str, padding: str)
         options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, **GENERATE[mode]}
         given = mask if padding == "left" else torch.ones_like(mask)
         found[implementation] = model.generate(ids, attention_mask=given, eos_token_id=None, **options)
+    assert torch.equal(found["eager"], found["pykernels"])
+
+
+QUANTISED = {"quanto": "optimum.quanto", "hqq": "hqq", "fp8": "transformers"}
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("backend", [pytest.param("quanto", marks=pytest.mark.slow), "hqq", "fp8"])  # quanto compiles
+def test_quantised_caches_return_the_ids_of_eager(backend: str, padding: str) -> None:
+    pytest.importorskip(QUANTISED[backend])
+    if backend == "fp8" and not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this version of transformers has no fp8 cache")
+    model = model_of("Llama")
+    ids, mask = prompts(True)
+    sizes = {} if backend == "fp8" else {"nbits": 4, "q_group_size": 16, "residual_length": 8}
+    found = {}
+    for implementation in ("eager", "pykernels"):
+        model.set_attn_implementation(implementation)
+        found[implementation] = model.generate(
+            ids,
+            attention_mask=mask if padding == "left" else torch.ones_like(mask),
+            cache_implementation="quantized",
+            cache_config={"backend": backend, **sizes},
+            do_sample=False,
+            max_new_tokens=16,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
     assert torch.equal(found["eager"], found["pykernels"])
 
 
@@ -200,15 +291,19 @@ def test_a_compiled_forward_has_one_graph_and_the_same_logits(rows: int, padded:
     torch.testing.assert_close(compiled[keep], plain[keep], rtol=1e-5, atol=1e-4)
 
 
-def test_a_traced_forward_has_no_graph_break() -> None:
-    model = model_of("Llama")
+@pytest.mark.parametrize("modules", ["theirs", "ours"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_a_traced_forward_has_no_graph_break(family: str, modules: str) -> None:
+    model = model_of(family)
     model.set_attn_implementation("pykernels")
+    if modules == "ours":
+        use_ops(model)
     ids, mask = prompts(True)
     torch._dynamo.reset()
     with torch.no_grad():
         plain = model(ids, attention_mask=mask).logits
         traced = torch.compile(model, fullgraph=True, backend="eager")(ids, attention_mask=mask).logits
-    assert torch.equal(traced[mask.bool()], plain[mask.bool()])
+    torch.testing.assert_close(traced[mask.bool()], plain[mask.bool()], rtol=1e-5, atol=1e-4)
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
