@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "continue a prompt, or answer it through the model's chat template",
     "roofline": "generate text, and report how close each kernel came to this machine's limit",
     "check": "compare every op of the available backends with the reference on this machine",
+    "report": "draw the page of a run, with benchmarks, profiles and an earlier run beside it",
     "profile": "run a benchmark's call under ncu, nsys, torch.profiler or perf, and read what it counted",
     "doctor": "show backends with the reasons why one is missing, ISA level, threads, versions",
 }

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .points import PHASES
-from .records import percentile
 from .svg import Board, Box, Scale, place
 from .units import digits, rate, seconds, text
 
 Document = Mapping[str, Any]
 WIDE, NARROW = 880.0, 380.0
 PEAK_NAMES = {"float32": "float32", "bfloat16": "bfloat16 dot", "int8": "int8 dot", "int8_pairs": "int8 pairs"}
+SLOPES = ("l1", "l2", "l3", "dram")
 LEVEL_NAMES = {"l1": "L1", "l2": "L2", "l3": "L3", "dram": "DRAM"}
 LABEL = 12.0  # font size of labels, in drawing units
 BOLD = 0.64  # mean width of a bold character, in font sizes
@@ -71,7 +71,7 @@ def roofline(data: Document, width: float) -> Board:
     wide = width == WIDE
     out = board(width, 520.0 if wide else 460.0, "Roofline: work per byte against speed, both phases")
     peaks = {n: table[n]["value"] for n in PEAK_NAMES if n in table}
-    slopes = {n: table[n]["value"] for n in ("l3", "dram") if n in table}
+    slopes = {n: table[n]["value"] for n in SLOPES if n in table}
     low_x, high_x, low_y, high_y = _ranges(ops, max(peaks.values()), slopes["dram"])
     x = Scale(low_x, high_x, 58.0, width - 14, log=True)
     y = Scale(low_y, high_y, out.height - 46, 34.0, log=True)
@@ -240,88 +240,6 @@ def time_bars(data: Document, width: float) -> Board:
             elif wide > 34:
                 out.text(left + 6, top + 22, f"{share:.0f} %", label)
             left += wide
-    return out
-
-
-# ---- latency --------------------------------------------------------------------------------------------------------
-def gaps_of(data: Document) -> list[float]:
-    """Seconds between deliveries, all requests."""
-    return [b - a for r in data["requests"] for a, b in zip(r["deliveries"], r["deliveries"][1:], strict=False)]
-
-
-def itl_histogram(data: Document, width: float) -> Board:
-    """Gaps between deliveries, with their percentiles."""
-    gaps = sorted(gaps_of(data))
-    out = board(width, 260.0, "Distribution of the time between tokens")
-    limit = max(percentile(gaps, 99) * 1.1, gaps[0] * 1.05)  # stragglers share the last bar instead of half the chart
-    low = gaps[0] * 0.97
-    bins = 60 if width == WIDE else 30
-    step = (limit - low) / bins
-    counts = [0] * bins
-    for gap in gaps:
-        counts[min(bins - 1, int((gap - low) / step))] += 1
-    x = Scale(low * 1e3, limit * 1e3, 40.0, width - 12)
-    y = Scale(0.0, float(max(counts)), out.height - 46, 66.0)
-    out.x_axis(x, y.start, y.end, "ms between tokens", tick_text)
-    out.y_axis(y, x.start, x.end, "", lambda v: f"{v:.0f}", 4)
-    for i, count in enumerate(counts):
-        if count:
-            left, right = x((low + i * step) * 1e3), x((low + (i + 1) * step) * 1e3)
-            more = " and above" if i == bins - 1 and gaps[-1] > limit else ""
-            hover = f"{count} gaps from {seconds(low + i * step)}{more}"
-            out.add(
-                "rect",
-                hover,
-                x=left + 0.5,
-                y=y(count),
-                width=right - left - 1,
-                height=y.start - y(count),
-                cls="bar decode",
-            )
-    for row, name in enumerate(("p50", "p90", "p99")):
-        value = data["metrics"][f"icl_{name}"]
-        at, top = x(value * 1e3), 54.0 - 18 * row
-        out.line(at, y.start, at, top - 10, "percentile")
-        left = at > width - 110
-        out.text(at - 5 if left else at + 5, top, f"{name} {seconds(value)}", "label", "end" if left else "start")
-    return out
-
-
-def first_request(data: Document) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Steps and requests that overlap the life of the first request: one run, or one batch."""
-    first = min(data["requests"], key=lambda r: r["submitted"])
-    start, end = first["submitted"], max(first["deliveries"], default=first["submitted"])
-    requests = [r for r in data["requests"] if start <= r["submitted"] <= end]
-    end = max([end, *(d for r in requests for d in r["deliveries"])])
-    steps = [s for s in data["steps"] if start <= s["start"] <= end]
-    return steps, requests
-
-
-def timeline(data: Document, width: float) -> Board:
-    """When each step of the first request ran, and when each token was handed over."""
-    steps, requests = first_request(data)
-    origin = min([r["submitted"] for r in requests] + [s["start"] for s in steps])
-    ends = [s["start"] + s["seconds"] for s in steps] + [d for r in requests for d in r["deliveries"]]
-    total = max([*ends, origin + 1e-6]) - origin
-    out = board(width, 190.0, "Steps and tokens over time")
-    x = Scale(0.0, total * 1e3, 66.0, width - 12)
-    out.x_axis(x, 148.0, 12.0, "ms since the request was submitted", tick_text)
-    for row, phase in enumerate(PHASES):
-        top = 16.0 + 44 * row
-        out.text(58, top + 19, phase, f"lane {phase}", "end")
-        for step in steps:
-            if step["phase"] == phase:
-                left = x((step["start"] - origin) * 1e3)
-                right = x((step["start"] + step["seconds"] - origin) * 1e3)
-                hover = f"{phase}: {step['tokens']} tokens, context {step['context']}, {seconds(step['seconds'])}"
-                out.add(
-                    "rect", hover, x=left, y=top, width=max(right - left - 0.4, 0.6), height=30.0, cls=f"step {phase}"
-                )
-    out.text(58, 120, "tokens", "lane", "end")
-    for request in requests:
-        for moment in request["deliveries"]:
-            at = x((moment - origin) * 1e3)
-            out.line(at, 106, at, 126, "delivery")
     return out
 
 

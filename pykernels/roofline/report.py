@@ -10,13 +10,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from . import charts, units
+from . import charts, latency_charts, level_chart, units
+from .attach import heat_table
 from .ceilings import Ceilings
 from .environment import Environment
 from .points import OpPoint
 from .records import RequestRecord, StepRecord
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
+SCRIPT = Path(__file__).with_name("report.js")  # hover and tap; without it every figure is still on the page
 KEYS = (
     "model",
     "generation",
@@ -53,6 +55,7 @@ def document(
     `model`: `name`, `weights` (format), `kv` (format), and whatever else names it. `generation`: `prompt`, `text`.
     `kv_memory`: `weights_bytes`, `max_context`, `bytes_per_token` (format -> bytes; float32, bfloat16, int8).
     `no_cache`: lists of the same length `context`, `cached_seconds`, `recomputed_seconds` (per token).
+    `attach.attach` adds `bench`, `profiles`, `occupancy`, `comparison` and `report_command`, each shown where it is.
     `runs`: repeated requests of one shape each: `name`, `repeats`, `prompt_tokens`, `output_tokens`, `ttft`, `itl`, and per
     phase `<phase>_tokens_per_s`, `<phase>_tokens_per_s_range` [slowest, fastest], `<phase>_roof_pct`.
     ValueError when a part is missing, empty, or not a finite number.
@@ -140,9 +143,13 @@ def html(data: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    drawn = [charts.roofline, charts.time_bars, charts.timeline, charts.kv_memory, charts.no_cache]
-    if charts.gaps_of(data):
-        drawn.append(charts.itl_histogram)
+    drawn = [charts.roofline, charts.time_bars, latency_charts.timeline, charts.kv_memory, charts.no_cache]
+    if latency_charts.gaps_of(data):
+        drawn.append(latency_charts.itl_histogram)
+    if latency_charts.ttfts_of(data):
+        drawn.append(latency_charts.ttft_strip)
+    if level_chart.level_points(data):
+        drawn.append(level_chart.level_roofline)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         data=data,
@@ -152,8 +159,13 @@ def html(data: Mapping[str, Any]) -> str:
         series=charts.series_of(data),
         display_name=charts.display_name,
         plural=plural,
+        heat=heat_table(data.get("bench", ())),
+        script=markupsafe.Markup(SCRIPT.read_text(encoding="utf-8")),
         ceiling_names={**charts.LEVEL_NAMES, **charts.PEAK_NAMES, "copy": "copy, both ways"},
         level_names=charts.LEVEL_NAMES,
+        profile_levels=level_chart.levels_of(data),
+        short_kernel=level_chart.short_kernel,
+        text=units.text,
     )
 
 
