@@ -23,7 +23,7 @@ import torch
 
 from pykernels.bench import replay
 from pykernels.bench.clocks import CpuClock
-from pykernels.bench.harness import ENTRIES, measure, prepare
+from pykernels.bench.harness import ENTRIES, kernel_call, measure, prepare
 from pykernels.bench.profilers import TRITON_KERNELS, Session, kernel_regex
 from pykernels.contract import OPS
 from pykernels.ranges import annotated
@@ -99,6 +99,27 @@ def test_a_wrong_result_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(Mismatch, match="is not timed, it is wrong"):
         replay.main(["rms_norm", "--facts", str(tmp_path / "facts.json")])
     assert not (tmp_path / "facts.json").exists()
+
+
+def test_a_call_that_writes_only_while_it_warms_up_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pykernels.testing.compare import Mismatch
+
+    left = {"calls": 6}  # what a Timer of one copy makes
+
+    def prepare(op: str, args: dict[str, Any]) -> Any:
+        call = kernel_call("cpu")(op, args)
+
+        def run() -> None:
+            left["calls"] -= 1
+            if left["calls"] >= 0:
+                call()
+
+        return run
+
+    monkeypatch.setitem(replay.ENTRIES, "kernel", lambda backend: prepare)
+    with pytest.raises(Mismatch, match="is not timed, it is wrong"):
+        replay.main(["rms_norm", "--warm", "--facts", str(tmp_path / "facts.json")])
+    assert left["calls"] == -3
 
 
 def test_an_unknown_case_is_told_which_there_are() -> None:
