@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pykernels.bench import problems, suite_records
+from pykernels.bench.control import Control
 from pykernels.bench.harness import Measurement, StopRule, measure
 from pykernels.bench.suite.grids import Bench
 from pykernels.registry import backends
@@ -84,7 +85,7 @@ def bench(request: pytest.FixtureRequest, ceilings: Ceilings | None) -> Bench:
     playback = suite_records.Playback()
     request.node.add_marker(pytest.mark.benchmark(timer=playback.now, group=request.node.originalname))
     benchmark = request.getfixturevalue("benchmark")
-    option = request.config.getoption
+    option, control = request.config.getoption, Control()
 
     def run(case: Case, backend: str) -> None:
         device = "cpu" if backend == "cpu" else "cuda"
@@ -94,6 +95,7 @@ def bench(request: pytest.FixtureRequest, ceilings: Ceilings | None) -> Bench:
                 benchmark.pedantic(lambda: None)
                 return
             limits = ceilings if device == "cpu" else None
+            before = control.seconds()
             found = measure(
                 case,
                 backend,
@@ -106,6 +108,7 @@ def bench(request: pytest.FixtureRequest, ceilings: Ceilings | None) -> Bench:
             )
         except NotImplementedError as error:
             pytest.skip(str(error))
+        benchmark.extra_info["control_seconds"] = min(before, control.seconds())
         _hand_over(benchmark, playback, found)
 
     return run
