@@ -4,8 +4,9 @@
     cuda_figures.py --write    replace the figures
 
 It fails on a spill or any local memory (but for SPILLS_ALLOWED, with its reason), on a word of the compiler that it waits for
-products or keeps registers where the source says otherwise, on tensor-core instructions or 128-bit loads that have vanished, on registers that grew by more than a tenth, on a kernel that is missing from the table, and on a
-row whose kernel is gone. `ci/build_cuda.sh` runs it.
+products or keeps registers where the source says otherwise, on a main loop that has other products or copies than the algorithm
+(`expected`), on tensor-core instructions or 128-bit loads that have vanished, on registers or instructions that grew by more than
+a tenth, on a kernel that is missing from the table, and on a row whose kernel is gone. `ci/build_cuda.sh` runs it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".json")
-MARGIN = 1.1
+MARGIN = 1.1  # of registers and instructions; 4 registers and 64 instructions more are always free
 Row = dict[str, Any]
 
 # What is counted in the machine code, by the beginning of the instruction.
@@ -46,11 +47,58 @@ KEPT = ("hmma", "imma", "hgmma", "async_copy_128", "tma", "register_moves", "loa
 LOST_ADVICE = r"\bC75\d\d\b|wgmma\S* .*serialized|setmaxnreg.*ignored|'setmaxnreg'"
 
 
+PRODUCTS = r"HMMA\.|IMMA\.|HGMMA\."
+COPIES_128 = r"LDGSTS\.\S*128|UTMALDG|LDG\.\S*128"
+NARROW_COPIES = r"LDGSTS\.(?!\S*128)"
+
+
+def products(m: int, n: int, k: int) -> int:
+    """mma.sync of 16 x 8 x 16 in a matrix product of a warp."""
+    return m // 16 * (n // 8) * (k // 16)
+
+
+def expected(label: str) -> Row | None:
+    """What a tensor-core kernel's machine code has, from the shapes of its tiles; None for another kernel.
+
+    `loop_products`, `loop_copies`: instructions of a turn of the main loop, in which a warp's copies are 16 bytes a lane.
+    """
+    name, _, arguments = label.partition("/")[2].rpartition("/")[0].rstrip(">").partition("<")
+    values = [a.strip() for a in arguments.split(",")]
+    if name == "decode_kernel":  # csrc/cuda/decode.cuh: 16 rows, 16 keys, stages unrolled
+        dim, codes = int(values[1]), values[2] == "true"
+        stages = 2 if dim == 256 else 3
+        copies = 2 * 16 * (dim if codes else 2 * dim) // 16 // 32
+        every = stages * (products(16, 16, dim) + products(16, dim, 16))
+        return {"hmma": every, "loop_products": every, "loop_copies": stages * copies}
+    if name == "linear_kernel":  # csrc/cuda/linear.cuh: 16 rows, 8 tokens; then one copy of tokens in a loop of its own
+        weight_format = values[1].rpartition(")")[2]
+        columns = 64 if weight_format == "0" else 128
+        chunks = {"0": 8, "4": 8, "5": 8, "6": 6, "7": 6, "8": 10}[weight_format]  # of 16 bytes in a row
+        every = products(16, 8, columns) * (2 if weight_format == "7" else 1)  # q4_1 adds up x, too
+        return {"hmma": every, "loop_products": every, "loop_copies": -(-16 * chunks // 32) + 1}
+    if name == "prefill":  # csrc/cuda/prefill.cuh
+        dim = int(values[1])
+        rows, keys = 32 if dim == 64 else 16, 32 if dim == 256 else 64  # a warp's
+        every = products(rows, keys, dim) + products(rows, dim, keys)
+        return {"hmma": every, "loop_products": every}
+    if (
+        name == "prefill_sm90"
+    ):  # csrc/cuda/prefill_sm90.cuh: the first tile's scores and the last's output outside of the loop
+        dim = int(values[1])
+        return {
+            "hgmma": 2 * (dim // 16 + 128 // 16),
+            "tma": 3 * dim // 64,
+            "register_moves": 2,
+        }  # tma: queries, keys, values
+    return None
+
+
 def demangle(names: list[str]) -> list[str]:
     """`pk::cuda::(anonymous namespace)::rms_norm_kernel<8>(Row)` as `rms_norm_kernel<8>`."""
     done = subprocess.run(["c++filt", *names], capture_output=True, text=True, check=True).stdout.splitlines()
     return [
-        re.sub(r"\(int\)|\(bool\)|pk::cuda::|\(anonymous namespace\)::|^void ", "", n).partition("(")[0] for n in done
+        re.sub(r"\((?:int|bool|pk::\w+)\)|pk::cuda::|\(anonymous namespace\)::|^void ", "", n).partition("(")[0]
+        for n in done
     ]
 
 
@@ -80,17 +128,41 @@ def lost_advice(log: str) -> list[str]:
 def machine_code(sass: str) -> dict[tuple[str, str], Row]:
     """(mangled kernel, architecture) -> counts of instructions, from `cuobjdump -sass`."""
     rows: dict[tuple[str, str], Row] = {}
+    codes: dict[tuple[str, str], tuple[list[tuple[int, str]], list[tuple[int, int]]]] = {}
     arch, row = "", None
     for line in sass.splitlines():
         if found := re.match(r"\s*arch = (\S+)", line):
             arch = found[1]
         elif found := re.match(r"\s*Function : (\S+)", line):
             row = rows.setdefault((found[1], arch), dict.fromkeys(INSTRUCTIONS, 0) | {"instructions": 0})
-        elif row is not None and (found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)", line)):
+            code, loops = codes.setdefault((found[1], arch), ([], []))
+        elif row is not None and (
+            found := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^\s;]*)(.*)", line)
+        ):
+            at, instruction = int(found[1], 16), found[2]
+            if re.match(f"{PRODUCTS}|{COPIES_128}|{NARROW_COPIES}", instruction):
+                code.append((at, instruction))
+            if instruction.startswith("BRA") and (target := re.search(r"0x([0-9a-f]+)", found[3])):
+                loops += [(int(target[1], 16), at)] if int(target[1], 16) < at else []
             row["instructions"] += 1
             for name, pattern in INSTRUCTIONS.items():
-                row[name] += bool(re.match(pattern, found[1].rstrip(";")))
-    return rows
+                row[name] += bool(re.match(pattern, instruction))
+    return {key: row | main_loop(*codes[key]) for key, row in rows.items()}
+
+
+def main_loop(code: list[tuple[int, str]], loops: list[tuple[int, int]]) -> Row:
+    """Counts in the smallest of the loops (first and last address) that have the most products; 0 without products."""
+
+    def count(pattern: str, loop: tuple[int, int]) -> int:
+        return sum(loop[0] <= at <= loop[1] and bool(re.match(pattern, name)) for at, name in code)
+
+    loops = [loop for loop in loops if count(PRODUCTS, loop)]
+    best = max(loops, key=lambda loop: (count(PRODUCTS, loop), loop[0] - loop[1]), default=(0, -1))
+    return {
+        "loop_products": count(PRODUCTS, best),
+        "loop_copies": count(COPIES_128, best),
+        "loop_narrow_copies": count(NARROW_COPIES, best),
+    }
 
 
 def disassembler() -> str:
@@ -133,12 +205,20 @@ def complaints(label: str, row: Row, known: Row | None) -> list[str]:
         found.append(f"{row['spills']} bytes of spills")
     if row["stack"] > allowed or (row["local"] and not allowed):
         found.append(f"local memory: {row['stack']} bytes, {row['local']} instructions")
+    shape = expected(label)
+    found += [f"{name} is {row[name]}, its tiles make {n}" for name, n in (shape or {}).items() if row[name] != n]
+    if row["hmma"] + row["imma"] + row["hgmma"] and shape is None:
+        found.append("no word in `expected` on its products")
+    if row["hmma"] and (not row["loop_copies"] or row["loop_narrow_copies"]):
+        found.append(f"copies in the main loop: {row['loop_copies']} of 16 bytes, {row['loop_narrow_copies']} narrower")
     if known is None:
         found.append("no row in the table: run ci/build_cuda.sh --write")
     else:
         found += [f"no {name} any more" for name in KEPT if known.get(name) and not row[name]]
         if row["registers"] > known["registers"] * MARGIN + 4:
             found.append(f"registers grew from {known['registers']} to {row['registers']}")
+        if row["instructions"] > known["instructions"] * MARGIN + 64:
+            found.append(f"instructions grew from {known['instructions']} to {row['instructions']}")
     return [f"{label}: {text}" for text in found]
 
 

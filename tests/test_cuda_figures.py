@@ -34,7 +34,7 @@ arch = sm_90a
         /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24 ;
         /*0010*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
 """
-GOOD = compiler_figures(LOG)["_Z1kv", "sm_90a"] | machine_code(SASS)["_Z1kv", "sm_90a"]
+GOOD = compiler_figures(LOG)["_Z1kv", "sm_90a"] | machine_code(SASS)["_Z1kv", "sm_90a"] | {"hgmma": 0, "store_128": 1}
 
 
 def test_the_compilers_figures_are_read_per_kernel_and_architecture() -> None:
@@ -60,9 +60,10 @@ def test_an_unchanged_kernel_passes() -> None:
         ({"spills": 4}, "spills"),
         ({"stack": 8}, "local memory"),
         ({"local": 1}, "local memory"),
-        ({"hgmma": 0}, "hgmma"),
+        ({"store_128": 0}, "store_128"),
         ({"register_moves": 0}, "register_moves"),
         ({"registers": 49}, "registers"),
+        ({"instructions": 66}, "instructions"),
     ],
 )
 def test_each_regression_fails(change: dict[str, int], word: str) -> None:
@@ -96,16 +97,70 @@ def test_what_the_compiler_could_not_do_fails(line: str) -> None:
     assert lost_advice(f"{LOG}{line}\n") == [line]
 
 
-def test_attention_on_sm90_has_the_products_of_its_tiles_and_no_others() -> None:
-    """Scores of the first tile, scores and output of the loop, output of the last: each once in the code."""
-    rows = {label: row for label, row in json.loads(TABLE.read_text()).items() if "prefill_sm90<" in label}
-    assert len(rows) == 8
-    for label, row in rows.items():
-        dim = int(re.search(r", (\d+), (?:true|false)>", label)[1])
-        assert row["hgmma"] == 2 * (dim // 16 + 128 // 16), label
-        assert row["tma"] == 3 * dim // 64, label  # queries, keys, values
-        assert row["register_moves"] == 2, label
-        assert row["spills"] == row["stack"] == row["local"] == 0, label
+LOOP = """\
+arch = sm_80
+\t\tFunction : _Z1kv
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+        /*0010*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0020*/                   LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64] ;
+        /*0030*/                   LDGSTS.E [R1], [R2.64] ;
+        /*0040*/                   LDG.E.128 R4, [R2.64] ;
+        /*0050*/               @P1 BRA 0x10 ;
+        /*0060*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0070*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0080*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+        /*0090*/                   BRA 0x60 ;
+        /*00a0*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+        /*00b0*/                   BRA 0x0 ;
+        /*00c0*/                   BRA 0xc0;
+"""
+
+
+def test_the_main_loop_is_the_smallest_with_all_products() -> None:
+    def loop(text: str) -> tuple[int, int, int]:
+        row = machine_code(text)["_Z1kv", "sm_80"]
+        return row["loop_products"], row["loop_copies"], row["loop_narrow_copies"]
+
+    assert loop(LOOP) == (3, 5, 1)
+    assert loop(LOOP.replace("BRA 0x0 ", "EXIT")) == (2, 1, 0)
+    assert loop(SASS) == (0, 0, 0)
+
+
+def test_every_tensor_core_kernel_in_the_table_has_what_its_tiles_make() -> None:
+    table = json.loads(TABLE.read_text())
+    rows = {label: row for label, row in table.items() if row["hmma"] + row["imma"] + row["hgmma"]}
+    for family in ("decode_kernel<", "linear_kernel<", "prefill<", "prefill_sm90<"):
+        assert any(f"/{family}" in label for label in rows), family
+    assert not [text for label, row in rows.items() for text in complaints(label, row, row)]
+
+
+@pytest.mark.parametrize("family", ["decode_kernel<", "linear_kernel<", "prefill<"])
+@pytest.mark.parametrize(
+    ("name", "change", "word"),
+    [
+        ("hmma", -1, "hmma is"),
+        ("loop_products", -1, "loop_products is"),
+        ("loop_narrow_copies", 1, "copies in the main loop"),
+    ],
+)
+def test_another_main_loop_than_the_algorithms_fails(family: str, name: str, change: int, word: str) -> None:
+    label, row = next((k, r) for k, r in json.loads(TABLE.read_text()).items() if f"/{family}" in k)
+    (text,) = complaints(label, row | {name: row[name] + change}, row)
+    assert word in text
+
+
+@pytest.mark.parametrize("family", ["decode_kernel<", "linear_kernel<"])
+def test_narrower_copies_in_a_main_loop_fail(family: str) -> None:
+    label, row = next((k, r) for k, r in json.loads(TABLE.read_text()).items() if f"/{family}" in k)
+    assert any(
+        "loop_copies is" in text for text in complaints(label, row | {"loop_copies": row["loop_copies"] - 1}, row)
+    )
+    assert any("0 of 16 bytes" in text for text in complaints(label, row | {"loop_copies": 0}, row))
+
+
+def test_products_that_no_rule_knows_fail() -> None:
+    (text,) = complaints("a/unknown<1>/sm_90a", GOOD | {"hgmma": 4}, GOOD)
+    assert "expected" in text
 
 
 def test_every_kernel_source_has_rows() -> None:

@@ -1,6 +1,6 @@
-// Launches decode attention, and the merge of two partial results.
+// Decode attention: from the contract's arguments to the launches of the splits and of their merge.
 #include "aligned.h"
-#include "decode.cuh"
+#include "decode.h"
 #include "kernels.h"
 #include "launch.h"
 
@@ -44,29 +44,32 @@ Decode decode_of(const PagedDecodeParams& p, const Launch& on) {
   return c;
 }
 
-template <class T, int D, bool kCodes>
-cudaError_t run(const Decode& c, unsigned batch, cudaStream_t stream) {
-  const auto rows = static_cast<unsigned>(c.kv_heads * ((c.group() + kRows - 1) / kRows));
-  const Grid splits{dim3(static_cast<unsigned>(c.most_splits), rows, batch), dim3(kThreads), decode_shared_bytes<D, kCodes>()};
-  const cudaError_t status = launch(decode_kernel<T, D, kCodes>, splits, stream, c);
-  if (status != cudaSuccess) return status;
-  return launch(merge_splits_kernel<T>, {dim3(static_cast<unsigned>(c.heads), batch), dim3(kThreads)}, stream, c);
-}
-
-template <class T, int D>
-cudaError_t run_cache(const Decode& c, unsigned batch, cudaStream_t stream) {
-  return is_code(c.code) ? run<T, D, true>(c, batch, stream) : run<T, D, false>(c, batch, stream);
-}
-
-template <class T>
-cudaError_t run_dim(const Decode& c, unsigned batch, cudaStream_t stream) {
-  switch (padded_head_dim(std::max(c.dim, c.dim_v))) {
-    case 64:
-      return run_cache<T, 64>(c, batch, stream);
-    case 128:
-      return run_cache<T, 128>(c, batch, stream);
-    default:
-      return run_cache<T, 256>(c, batch, stream);
+// The splits of one (head, sequence), in order, to its row of out.
+__global__ void __launch_bounds__(kThreads) merge_splits_kernel(const __grid_constant__ Decode c) {
+  const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), seqlen = c.seqlens[sequence * c.seqlens_stride];
+  const int64_t splits = min(c.most_splits, (seqlen + split_size(c, seqlen) - 1) / split_size(c, seqlen));
+  float peak = -INFINITY, total = 0.f;
+  for (int64_t i = 0; i < splits; i++) {
+    if (!keys_of(c, seqlen, i).empty()) peak = fmaxf(peak, partial_of(c, sequence, head, i)[c.dim_v]);
+  }
+  const float base = peak == -INFINITY ? 0.f : peak;
+  for (int64_t i = 0; i < splits; i++) {
+    if (keys_of(c, seqlen, i).empty()) continue;
+    const float* p = partial_of(c, sequence, head, i);
+    total += exp2f(p[c.dim_v] - base) * p[c.dim_v + 1];
+  }
+  const float scale = total == 0.f ? 0.f : 1.f / (total + exp2f(sink_of(c.scores, head) - base));
+  if (threadIdx.x == 0 && c.lse) {
+    c.lse[head * c.lse_head + sequence * c.lse_sequence] = total == 0.f ? -INFINITY : (peak + log2f(total)) * kLn2;
+  }
+  for (int column = static_cast<int>(threadIdx.x); column < c.dim_v; column += kThreads) {
+    float value = 0.f;
+    for (int64_t i = 0; i < splits; i++) {
+      if (keys_of(c, seqlen, i).empty()) continue;
+      const float* p = partial_of(c, sequence, head, i);
+      value += exp2f(p[c.dim_v] - base) * p[column];
+    }
+    store_float(c.type, c.out, sequence * c.out_sequence + head * c.out_head + column, value * scale);
   }
 }
 
@@ -82,7 +85,11 @@ cudaError_t paged_decode_attention(const PagedDecodeParams& p, const Launch& on)
   if (p.q.dtype != DType::f16 && p.q.dtype != DType::bf16) return cudaErrorInvalidValue;
   const Decode c = decode_of(p, on);
   const auto batch = static_cast<unsigned>(p.q.size[0]);
-  return p.q.dtype == DType::f16 ? run_dim<__half>(c, batch, on.stream) : run_dim<__nv_bfloat16>(c, batch, on.stream);
+  const int dim = padded_head_dim(std::max(c.dim, c.dim_v));
+  const cudaError_t status =
+      p.q.dtype == DType::f16 ? launch_splits<__half>(c, dim, batch, on.stream) : launch_splits<__nv_bfloat16>(c, dim, batch, on.stream);
+  if (status != cudaSuccess) return status;
+  return launch(merge_splits_kernel, {dim3(static_cast<unsigned>(c.heads), batch), dim3(kThreads)}, on.stream, c);
 }
 
 }  // namespace pk::cuda

@@ -4,57 +4,12 @@
 // Its four warps work on their own, 16 keys at a time: cp.async fills a ring of tiles, S = Q K^T and O += P V by mma.sync with O and
 // P in registers, online softmax; at the end the warps' states are merged through shared memory. A second kernel merges the splits.
 #pragma once
-#include "device/mask.cuh"
+#include "decode.h"
 #include "device/softmax.cuh"
-#include "device/tile.cuh"
-#include "tiles.h"
 
 namespace pk::cuda {
 
-using namespace device;
-
 constexpr int kRows = 16, kKeys = 16;
-
-struct Decode {
-  const void* q;
-  int64_t q_sequence, q_head;  // in elements
-  TokenRows k, v;
-  Pages pages;
-  Scales k_scale, v_scale;
-  DType code;  // of a quantised cache
-  const int* seqlens;
-  int64_t seqlens_stride;
-  Scores scores;
-  int64_t requested_split, most_splits;
-  int heads, kv_heads, dim, dim_v;
-  bool wide;  // rows of q, k and v allow 128-bit accesses
-  float* partial;
-  void* out;
-  DType type;
-  int64_t out_sequence, out_head;
-  float* lse;
-  int64_t lse_head, lse_sequence;
-
-  __host__ __device__ int group() const { return heads / kv_heads; }
-};
-
-// What a split leaves: weighted values [padded dim_v], then the maximum (of log2 scores) and the sum of weights.
-PK_DEVICE int64_t partial_floats(int dim_v) { return (dim_v + 2 + 3) / 4 * 4; }
-PK_DEVICE float* partial_of(const Decode& c, int sequence, int head, int64_t split) {
-  return c.partial + ((int64_t{sequence} * c.heads + head) * c.most_splits + split) * partial_floats(c.dim_v);
-}
-
-struct SplitKeys {
-  int first, end;  // seen keys [first, end) of this split
-  PK_DEVICE bool empty() const { return first >= end; }
-};
-PK_DEVICE int64_t split_size(const Decode& c, int seqlen) { return split_keys(c.requested_split, seqlen); }
-PK_DEVICE SplitKeys keys_of(const Decode& c, int seqlen, int64_t split) {
-  const int64_t size = split_size(c, seqlen);
-  const Span seen = seen_by(c.scores, seqlen - 1, seqlen);
-  const int64_t first = max(int64_t{seen.first}, split * size), end = min(int64_t{seen.last} + 1, (split + 1) * size);
-  return {static_cast<int>(min(first, int64_t{seqlen})), static_cast<int>(max(end, int64_t{0}))};
-}
 
 // A warp's shared memory: a ring of K and V tiles; for codes also one widened tile of each.
 template <int D, bool kCodes>
@@ -278,33 +233,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks<D>) decode_kernel(const __gr
   merge_warps<D>(c, state, reinterpret_cast<float*>(smem + kRows * D * 2), sequence, head0, live, blockIdx.x);
 }
 
-// The splits of one (head, sequence), in order, to its row of out.
+template <class T, int D>
+cudaError_t launch_cache(const Decode& c, unsigned batch, cudaStream_t stream) {
+  const auto rows = static_cast<unsigned>(c.kv_heads * ((c.group() + kRows - 1) / kRows));
+  Grid grid{dim3(static_cast<unsigned>(c.most_splits), rows, batch), dim3(kThreads), decode_shared_bytes<D, false>()};
+  if (!is_code(c.code)) return launch(decode_kernel<T, D, false>, grid, stream, c);
+  grid.shared_bytes = decode_shared_bytes<D, true>();
+  return launch(decode_kernel<T, D, true>, grid, stream, c);
+}
+
 template <class T>
-__global__ void __launch_bounds__(kThreads) merge_splits_kernel(const __grid_constant__ Decode c) {
-  const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), seqlen = c.seqlens[sequence * c.seqlens_stride];
-  const int64_t splits = min(c.most_splits, (seqlen + split_size(c, seqlen) - 1) / split_size(c, seqlen));
-  float peak = -INFINITY, total = 0.f;
-  for (int64_t i = 0; i < splits; i++) {
-    if (!keys_of(c, seqlen, i).empty()) peak = fmaxf(peak, partial_of(c, sequence, head, i)[c.dim_v]);
-  }
-  const float base = peak == -INFINITY ? 0.f : peak;
-  for (int64_t i = 0; i < splits; i++) {
-    if (keys_of(c, seqlen, i).empty()) continue;
-    const float* p = partial_of(c, sequence, head, i);
-    total += exp2f(p[c.dim_v] - base) * p[c.dim_v + 1];
-  }
-  const float scale = total == 0.f ? 0.f : 1.f / (total + exp2f(sink_of(c.scores, head) - base));
-  if (threadIdx.x == 0 && c.lse) {
-    c.lse[head * c.lse_head + sequence * c.lse_sequence] = total == 0.f ? -INFINITY : (peak + log2f(total)) * kLn2;
-  }
-  for (int column = static_cast<int>(threadIdx.x); column < c.dim_v; column += kThreads) {
-    float value = 0.f;
-    for (int64_t i = 0; i < splits; i++) {
-      if (keys_of(c, seqlen, i).empty()) continue;
-      const float* p = partial_of(c, sequence, head, i);
-      value += exp2f(p[c.dim_v] - base) * p[column];
-    }
-    store_float(c.type, c.out, sequence * c.out_sequence + head * c.out_head + column, value * scale);
+cudaError_t launch_splits(const Decode& c, int dim, unsigned batch, cudaStream_t stream) {
+  switch (dim) {
+    case 64:
+      return launch_cache<T, 64>(c, batch, stream);
+    case 128:
+      return launch_cache<T, 128>(c, batch, stream);
+    default:
+      return launch_cache<T, 256>(c, batch, stream);
   }
 }
 

@@ -1,4 +1,4 @@
-// Rows of an embedding, dense or packed, as floats: a warp per token, a lane per group of 32 columns.
+// Rows of an embedding, dense or packed, as floats: a block per token, a thread per eight columns.
 #include "device/indices.cuh"
 #include "device/weights.cuh"
 #include "kernels.h"
@@ -24,12 +24,12 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(const Call c) {
   const float scale = c.weight.has_row_scale() ? c.weight.row_scale(row) : 1.f;
   void* out = offset(c.out, c.out_type, blockIdx.x * c.out_row);
   const auto columns = static_cast<int>(c.weight.columns);
-  for (int g = static_cast<int>(threadIdx.x); g * kGroup < columns; g += kThreads) {
-    float x[kGroup];
-    load_group(c.weight, row, g, x);
+  for (int unit = static_cast<int>(threadIdx.x); unit * kFloats < columns; unit += kThreads) {
+    float x[kFloats];
+    load_unit(c.weight, row, unit, x);
 #pragma unroll
-    for (int i = 0; i < kGroup; i++) {
-      if (g * kGroup + i < columns) store_float(c.out_type, out, g * kGroup + i, x[i] * scale);
+    for (int i = 0; i < kFloats; i++) {
+      if (unit * kFloats + i < columns) store_float(c.out_type, out, unit * kFloats + i, x[i] * scale);
     }
   }
 }

@@ -172,6 +172,13 @@ def linear_table() -> dict[str, Linear]:
             )
             if fmt in PACKED[:5]:
                 table[f"{fmt}_{layout}_odd"] = replace(one, tokens=4, n=19, k=37)
+        # Rows of many tiles with a ragged last one, in both 16-bit types.
+        table[f"{fmt}_plain_long"] = Linear(8, 41, 1376, dtype=F16, format=fmt, bias=F16)
+        table[f"{fmt}_plain_long_bfloat16"] = Linear(3, 18, 672, dtype=BF16, format=fmt, out=F32, residual=BF16)
+    table |= {
+        f"dense_long_{n}": Linear(6, 23, 1000, dtype=d, weight=d, strides="gaps")
+        for d, n in ((BF16, "bfloat16"), (F16, "float16"), (F32, "float32"))
+    }
     table |= {
         f"tokens_{t}": replace(base, format="q4_1", layout="rows16", tokens=t) for t in (1, 2, 3, 4, 7, 8, 9, 16, 17)
     }

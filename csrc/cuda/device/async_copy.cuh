@@ -10,6 +10,11 @@ PK_DEVICE void cp_async_16(uint32_t to, const void* from, bool valid = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
                : "memory");
 }
+// The first `bytes` (0 to 16) of 16, through L1 for what other warps read too; the rest is zeros.
+PK_DEVICE void cp_async_16_part(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+}
 // 4 or 8 bytes, for rows whose alignment allows no more.
 template <int Bytes>
 PK_DEVICE void cp_async_narrow(uint32_t to, const void* from, bool valid = true) {
@@ -34,6 +39,7 @@ PK_DEVICE void cp_async_arrive(uint32_t mbarrier) {
 inline void cp_async_16(uint32_t to, const void* from, bool valid = true, EMU_HERE) {
   emu::async_copy(to, from, 16, valid ? 16 : 0, EMU_SITE);
 }
+inline void cp_async_16_part(uint32_t to, const void* from, int bytes, EMU_HERE) { emu::async_copy(to, from, 16, bytes, EMU_SITE); }
 template <int Bytes>
 inline void cp_async_narrow(uint32_t to, const void* from, bool valid = true, EMU_HERE) {
   static_assert(Bytes == 4 || Bytes == 8);
