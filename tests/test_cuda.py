@@ -16,7 +16,7 @@ from pykernels.testing.emulation_build import available
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
-OTHER_SCHEDULES = ({"schedule": "random", "seed": 2}, {"schedule": "random", "seed": 3})
+OTHER_SCHEDULES = ({"schedule": "random", "seed": 2}, {"schedule": "random", "seed": 3})  # than forward
 ATTENTION = ("prefill_attention", "paged_prefill_attention", "paged_decode_attention")
 TENSOR_CORES = ATTENTION  # take 16-bit floats: cases in float32 are cast to both kinds
 SLOW = ATTENTION  # outside the smoke subset
@@ -74,7 +74,7 @@ def test_agrees_with_the_reference_under_every_schedule(case: Case, dtype: torch
         backend.run(case.op, args)
         assert not [v.reason for v in judge(case.op, before, args) if not v.ok], capability
         assert backend.report.counters["matrix_bank_conflicts"] == 0
-        for settings in OTHER_SCHEDULES if case.smoke else ():
+        for settings in OTHER_SCHEDULES:
             again = arguments(case, dtype)
             EmulatedCuda(capability=capability, **settings).run(case.op, again)
             for tensor in OPS[case.op].tensors:

@@ -23,7 +23,7 @@ Decode decode_of(const PagedDecodeParams& p, const Launch& on) {
   c.seqlens = p.seqlens_k.as<const int>();
   c.seqlens_stride = p.seqlens_k.stride[0];
   c.scores = scores_of(p.mask);
-  c.requested_split = p.split_size;
+  c.requested_split = static_cast<int>(std::min<int64_t>(p.split_size, INT32_MAX));  // divided by: 32 bits suffice
   c.most_splits = splits_of(p);
   c.heads = static_cast<int>(p.q.size[1]);
   c.kv_heads = static_cast<int>(p.k_cache.size[2]);
@@ -44,31 +44,26 @@ Decode decode_of(const PagedDecodeParams& p, const Launch& on) {
   return c;
 }
 
-// The splits of one (head, sequence), in order, to its row of out.
+// The splits of one (head, sequence) that have seen keys, in order, to its row of out.
 __global__ void __launch_bounds__(kThreads) merge_splits_kernel(const __grid_constant__ Decode c) {
   const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), seqlen = c.seqlens[sequence * c.seqlens_stride];
-  const int64_t splits = min(c.most_splits, (seqlen + split_size(c, seqlen) - 1) / split_size(c, seqlen));
+  const int size = split_size(c, seqlen);
+  const Span seen = seen_by(c.scores, seqlen - 1, seqlen);
+  const int first = seen.first / size,
+            splits = seen.last < seen.first ? 0 : min(seen.last / size + 1, static_cast<int>(c.most_splits)) - first;
+  const float* partial = partial_of(c, sequence, head, first);
+  const int64_t stride = partial_floats(c.dim_v);
   float peak = -INFINITY, total = 0.f;
-  for (int64_t i = 0; i < splits; i++) {
-    if (!keys_of(c, seqlen, i).empty()) peak = fmaxf(peak, partial_of(c, sequence, head, i)[c.dim_v]);
-  }
+  for (int i = 0; i < splits; i++) peak = fmaxf(peak, partial[i * stride + c.dim_v]);
   const float base = peak == -INFINITY ? 0.f : peak;
-  for (int64_t i = 0; i < splits; i++) {
-    if (keys_of(c, seqlen, i).empty()) continue;
-    const float* p = partial_of(c, sequence, head, i);
-    total += exp2f(p[c.dim_v] - base) * p[c.dim_v + 1];
-  }
+  for (int i = 0; i < splits; i++) total += exp2f(partial[i * stride + c.dim_v] - base) * partial[i * stride + c.dim_v + 1];
   const float scale = total == 0.f ? 0.f : 1.f / (total + exp2f(sink_of(c.scores, head) - base));
   if (threadIdx.x == 0 && c.lse) {
     c.lse[head * c.lse_head + sequence * c.lse_sequence] = total == 0.f ? -INFINITY : (peak + log2f(total)) * kLn2;
   }
   for (int column = static_cast<int>(threadIdx.x); column < c.dim_v; column += kThreads) {
     float value = 0.f;
-    for (int64_t i = 0; i < splits; i++) {
-      if (keys_of(c, seqlen, i).empty()) continue;
-      const float* p = partial_of(c, sequence, head, i);
-      value += exp2f(p[c.dim_v] - base) * p[column];
-    }
+    for (int i = 0; i < splits; i++) value += exp2f(partial[i * stride + c.dim_v] - base) * partial[i * stride + column];
     store_float(c.type, c.out, sequence * c.out_sequence + head * c.out_head + column, value * scale);
   }
 }

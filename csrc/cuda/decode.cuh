@@ -110,7 +110,8 @@ PK_DEVICE void attend_tile(const Decode& c, const Ring<D, kCodes>& ring, int sta
   if constexpr (kCodes) {
     const uint32_t unit = split_scale<T>(c.code, 1.f).power;
     widen_rows<T, kKeys, D, true, kKeys>(ring.wide_k(stage), ring.k(stage), c.code, unit);
-    widen_rows<T, kKeys, D, false, kKeys>(ring.wide_v(stage), ring.v(stage), c.code, f.v_scale.power);
+    constexpr bool kSplits = std::is_same_v<T, __half>;  // otherwise scales are left whole, and no power is kept a stage
+    widen_rows<T, kKeys, D, !kSplits, kKeys>(ring.wide_v(stage), ring.v(stage), c.code, kSplits ? f.v_scale.power : unit);
     __syncwarp();
   }
   float s[8] = {}, shrink[2];

@@ -19,8 +19,8 @@ struct Decode {
   const int* seqlens;
   int64_t seqlens_stride;
   Scores scores;
-  int64_t requested_split, most_splits;
-  int heads, kv_heads, dim, dim_v;
+  int64_t most_splits;
+  int requested_split, heads, kv_heads, dim, dim_v;
   bool wide;  // rows of q, k and v allow 128-bit accesses
   float* partial;
   void* out;
@@ -42,7 +42,7 @@ struct SplitKeys {
   int first, end;  // seen keys [first, end) of this split
   PK_DEVICE bool empty() const { return first >= end; }
 };
-PK_DEVICE int64_t split_size(const Decode& c, int seqlen) { return split_keys(c.requested_split, seqlen); }
+PK_DEVICE int split_size(const Decode& c, int seqlen) { return static_cast<int>(split_keys(c.requested_split, seqlen)); }
 PK_DEVICE SplitKeys keys_of(const Decode& c, int seqlen, int64_t split) {
   const int64_t size = split_size(c, seqlen);
   const Span seen = seen_by(c.scores, seqlen - 1, seqlen);

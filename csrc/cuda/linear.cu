@@ -25,8 +25,12 @@ __global__ void __launch_bounds__(kThreads) linear_floats_kernel(const __grid_co
       if (c.wide && (unit + 1) * kFloats <= columns) {
         load_floats(c.x.type, c.x.data, at, x);
       } else {
-#pragma unroll 1
-        for (int j = 0; j < kFloats; j++) x[j] = unit * kFloats + j < columns ? load_float(c.x.type, c.x.data, at + j) : 0.f;
+        const int last = min(columns - unit * kFloats, kFloats) - 1;
+#pragma unroll
+        for (int j = 0; j < kFloats; j++) {
+          const float there = load_float(c.x.type, c.x.data, at + min(j, last));
+          x[j] = j <= last ? there : 0.f;
+        }
       }
 #pragma unroll
       for (int j = 0; j < kFloats; j++) sum[t] = __fmaf_rn(w[j], x[j], sum[t]);
