@@ -23,11 +23,15 @@ pytestmark = pytest.mark.skipif(available() is not None, reason=str(available())
 
 SCHEDULES = ({}, {"schedule": "random", "seed": 2}, {"schedule": "random", "seed": 3, "async_copies": "lazy"})
 RAGGED, PAGED = "prefill_attention", "paged_prefill_attention"
-LONG = Attention(q_lens=(130, 0, 9), k_lens=(1000, 30, 420), heads=3, kv_heads=1, dtype=BF16)
+LONG = Attention(q_lens=(130, 0, 9), k_lens=(1000, 30, 420), heads=5, kv_heads=1, dtype=BF16)  # two rows are idle
 WIDE = replace(LONG, head_dim=128, head_dim_v=128, dtype=F16, heads=2)
 PROBLEMS: dict[str, tuple[str, Attention]] = {
     "long": (RAGGED, LONG),
     "wide_pages_of_16": (PAGED, replace(WIDE, page_size=16)),
+    # Spans that begin on a tile's second key or end on its last but one.
+    "ends_within_a_tile": (RAGGED, replace(LONG, q_lens=(1, 1, 1), k_lens=(300, 127, 255), heads=1, window=(170, 0))),
+    # Edges on both sides, in one buffer after another, with NaN that only some rows see.
+    "nan_at_the_edges": (RAGGED, replace(LONG, q_lens=(70,), k_lens=(810,), heads=2, window=(760, 0), logits="nan")),
 }
 SLOW: dict[str, tuple[str, Attention]] = {
     "wide": (RAGGED, WIDE),
@@ -47,7 +51,7 @@ SLOW: dict[str, tuple[str, Attention]] = {
     **{f"pages_of_{n}": (PAGED, replace(LONG, page_size=n)) for n in (8, 24, 48, 128, 160, 256)},
     "pages_nan": (PAGED, replace(WIDE, page_size=32, logits="nan")),
     "heads_first": (PAGED, replace(WIDE, page_size=64, pool="heads_first", kv_heads=2)),
-    "halves": (PAGED, replace(LONG, page_size=16, pool="halves", kv_heads=3)),
+    "halves": (PAGED, replace(LONG, page_size=16, pool="halves", heads=6, kv_heads=3)),
 }
 
 

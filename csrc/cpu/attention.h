@@ -8,8 +8,6 @@
 
 namespace pk {
 
-constexpr int kMaxHeadDim = 256;
-
 // Keys [begin, end).
 struct Range {
   int64_t begin, end;

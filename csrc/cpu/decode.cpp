@@ -7,9 +7,9 @@
 #include <optional>
 
 #include "attention.h"
+#include "decode_block.h"
 #include "kernels.h"
 #include "paged_kv.h"
-#include "row_block.h"
 #include "threads.h"
 
 namespace pk {
@@ -17,29 +17,14 @@ namespace {
 
 constexpr const char* kOp = "paged_decode_attention";
 constexpr int64_t kMinSplit = 128, kMaxSplits = 32;  // short enough to share among threads, long enough that merging is nothing
+constexpr int64_t kShortKeys = 512;                  // up to here a split is one block, or threads would wait for the longest
 constexpr int64_t kInlineBytes = 1 << 15;            // of K and V below which waking the team costs more than it saves
 constexpr int64_t kUnitBytes = 1 << 16;              // of K and V per block of a unit: the next block is on its way to L2 meanwhile
-constexpr int kHeadsAtOnce = 4;                      // query heads that share one pass over V in registers
 
 int64_t split_tokens(int64_t requested, int64_t keys) {
-  return requested > 0 ? requested : std::max(kMinSplit, padded((keys + kMaxSplits - 1) / kMaxSplits, kBlock));
+  const int64_t least = keys <= kShortKeys ? kBlock : kMinSplit;
+  return requested > 0 ? requested : std::max(least, padded((keys + kMaxSplits - 1) / kMaxSplits, kBlock));
 }
-
-// Sizes of one call. Rows of partial results are padded to 16 floats at every ISA level.
-struct Sizes {
-  int64_t batch, heads, kv_heads, group, dim, dim_v, dim_pad, acc_pad;
-
-  explicit Sizes(const PagedDecodeParams& p)
-      : batch(p.q.size[0]),
-        heads(p.q.size[1]),
-        kv_heads(p.k_cache.size[2]),
-        group(heads / kv_heads),
-        dim(p.q.size[2]),
-        dim_v(p.v_cache.size[3]),
-        dim_pad(padded(dim, kLanes)),
-        acc_pad(padded(dim_v, 16)) {}
-  int64_t partial_floats() const { return heads * (acc_pad + 2); }
-};
 
 // One split: keys [begin, end) of a sequence. Its partial result: weighted values [heads][acc_pad], peaks and sums [heads].
 struct Split {
@@ -61,191 +46,6 @@ int64_t cut(const PagedDecodeParams& p, const Scoring& scoring, int64_t b, Split
   for (int64_t i = seen.begin / size; i * size < seen.end; ++i, ++n)
     if (out) out[n] = {b, Range{i * size, (i + 1) * size}.meet(seen)};
   return n;
-}
-
-// Addresses of one block's K and V rows (of kv head 0). Past the last token they repeat it, to fill a vector of keys.
-template <class T>
-struct Block {
-  int n;
-  const T *k[kBlock], *v[kBlock];
-  const float *k_scale[kBlock], *v_scale[kBlock];
-
-  void locate(const KvRows<T>& keys, const KvRows<T>& values, Range range) {
-    n = int(std::min<int64_t>(kBlock, range.end - range.begin));
-    keys.locate(range.begin, range.begin + n, k, k_scale);
-    values.locate(range.begin, range.begin + n, v, v_scale);
-    for (int t = n; t % kLanes; ++t) k[t] = k[n - 1];
-  }
-};
-
-// Asks for the lines of a row ahead of its use; they go to L2, since a block does not fit beside its successor in L1.
-template <class T>
-inline void prefetch_row(const T* row, int64_t dim) {
-  const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
-}
-
-// The block that follows, of this head or of the unit that the thread takes next: it is fetched while this one is computed.
-template <class T>
-struct Ahead {
-  const Block<T>* block = nullptr;  // null: nothing follows
-  int64_t k_offset = 0, v_offset = 0;
-
-  void fetch_key(int t, int64_t dim) const {
-    if (block && t < block->n) prefetch_row(block->k[t] + k_offset, dim);
-  }
-  void fetch_values(int64_t dim) const {
-    if (block)
-      for (int t = 0; t < block->n; ++t) prefetch_row(block->v[t] + v_offset, dim);
-  }
-};
-
-// Keys are transposed in 32-bit units of one, two or four elements, which are widened where they are multiplied: lanes are keys.
-template <class T>
-constexpr int kPerUnit = 4 / int(sizeof(T));
-inline void widen(vi unit, vf (&x)[1], float) { x[0] = as_f(unit); }
-inline void widen(vi unit, vf (&x)[2], bf16) { widen_pairs(unit, x[0], x[1], bf16{}); }
-inline void widen(vi unit, vf (&x)[2], f16) { widen_pairs(unit, x[0], x[1], f16{}); }
-inline void widen(vi unit, vf (&x)[4], int8_t) {
-  for (int i = 0; i < 4; ++i) x[i] = to_float(vi(vu(unit) << (24 - 8 * i)) >> 24);
-}
-inline void widen(vi unit, vf (&x)[4], fp8) {
-  for (int i = 0; i < 4; ++i) x[i] = fp8_to_float(vu(unit) >> (8 * i) & 0xff);
-}
-
-// tile[units][kLanes] of the rows of kLanes keys; units past the end of a row hold anything.
-template <class T>
-void transpose_keys(const T* const* rows, int64_t offset, int64_t units, uint32_t* tile) {
-  for (int64_t u = 0; u < units; u += kLanes) {
-    vu part[kLanes];
-    for (int t = 0; t < kLanes; ++t) {
-      const T* row = rows[t] + offset + u * kPerUnit<T>;
-      part[t] = vu{};
-      if (units - u >= kLanes)
-        part[t] = load_bits<vu>(row);
-      else
-        std::memcpy(&part[t], row, size_t(units - u) * 4);
-    }
-    transpose(part);
-    for (int t = 0; t < kLanes; ++t) store_bits(tile + (u + t) * kLanes, part[t]);
-  }
-}
-
-// scores[Heads][kBlock] = q.k for kLanes keys. Summed in chunks: one long chain would lose the last bits of large scores.
-template <class T, int Heads>
-void score_heads(const uint32_t* tile, int64_t dim, const float* q, int64_t q_stride, float* scores) {
-  constexpr int64_t kPer = kPerUnit<T>, kChunk = 32;
-  vf total[Heads] = {};
-  for (int64_t c = 0; c < dim; c += kChunk) {
-    vf sum[Heads][2] = {};
-    for (int64_t i = c; i < std::min(dim, c + kChunk); i += std::max<int64_t>(kPer, 2)) {
-      for (int64_t j = i; j < i + std::max<int64_t>(kPer, 2); j += kPer) {
-        vf x[kPer];
-        widen(load_bits<vi>(tile + j / kPer * kLanes), x, T{});
-#pragma GCC unroll 4
-        for (int e = 0; e < kPer; ++e)
-#pragma GCC unroll 4
-          for (int h = 0; h < Heads; ++h) {
-            vf& chain = sum[h][(j + e) & 1];
-            chain = fma(x[e], set1(q[h * q_stride + j + e]), chain);
-          }
-      }
-    }
-    for (int h = 0; h < Heads; ++h) total[h] += sum[h][0] + sum[h][1];
-  }
-  for (int h = 0; h < Heads; ++h) store(scores + h * kBlock, total[h]);
-}
-
-// scores[group][kBlock] = q.k, kLanes keys at a time: their rows are transposed once into `tile` for all heads.
-template <class T>
-void score_block(const Block<T>& block, const Ahead<T>& ahead, int64_t offset, const Sizes& z, const float* q, float* tile, float* scores) {
-  uint32_t* units = reinterpret_cast<uint32_t*>(tile);
-  for (int first = 0; first < block.n; first += kLanes) {
-    for (int t = 0; t < kLanes; ++t) ahead.fetch_key(first + t, z.dim);
-    transpose_keys(block.k + first, offset, z.dim / kPerUnit<T>, units);
-    for (int64_t g = 0; g < z.group; g += kHeadsAtOnce) {
-      const float* rows = q + g * z.dim_pad;
-      float* s = scores + g * kBlock + first;
-      switch (std::min<int64_t>(kHeadsAtOnce, z.group - g)) {
-        case 1:
-          score_heads<T, 1>(units, z.dim, rows, z.dim_pad, s);
-          break;
-        case 2:
-          score_heads<T, 2>(units, z.dim, rows, z.dim_pad, s);
-          break;
-        case 3:
-          score_heads<T, 3>(units, z.dim, rows, z.dim_pad, s);
-          break;
-        default:
-          score_heads<T, 4>(units, z.dim, rows, z.dim_pad, s);
-      }
-    }
-  }
-}
-
-// acc[Heads][x ...] = acc * shrink + weights * V over Vectors vectors of columns (the last `lanes` wide).
-template <class T, int Heads, int Vectors>
-inline void weigh_columns(const T* const* rows, int64_t offset, int n, int lanes, const float* weights, const float* shrink, float* acc,
-                          int64_t acc_stride) {
-  vf sum[Heads][Vectors];
-#pragma GCC unroll 4
-  for (int h = 0; h < Heads; ++h)
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) sum[h][j] = load(acc + h * acc_stride + j * kLanes) * set1(shrink[h]);
-  for (int t = 0; t < n; ++t) {
-    const T* row = rows[t] + offset;
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) {
-      const vf value = Vectors == 1 ? load_n(row, lanes) : load(row + j * kLanes);
-#pragma GCC unroll 4
-      for (int h = 0; h < Heads; ++h) sum[h][j] = fma(set1(weights[h * kBlock + t]), value, sum[h][j]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int h = 0; h < Heads; ++h)
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) store(acc + h * acc_stride + j * kLanes, sum[h][j]);
-}
-
-template <class T, int Heads>
-void weigh_heads(const Block<T>& block, const Ahead<T>& ahead, int64_t offset, const Sizes& z, const float* weights, const float* shrink,
-                 float* acc) {
-  constexpr int kVectors = Heads == 1 ? 8 : Heads == 4 ? 2 : 4;  // accumulators within 16 registers, enough chains to hide latency
-  ahead.fetch_values(z.dim_v);
-  for (int64_t x = 0; x < z.dim_v;) {
-    const int64_t left = z.dim_v - x;
-    if (left >= kVectors * kLanes) {
-      weigh_columns<T, Heads, kVectors>(block.v, offset + x, block.n, kLanes, weights, shrink, acc + x, z.acc_pad);
-      x += kVectors * kLanes;
-    } else {
-      weigh_columns<T, Heads, 1>(block.v, offset + x, block.n, int(left), weights, shrink, acc + x, z.acc_pad);
-      x += kLanes;
-    }
-  }
-}
-
-// acc[group][acc_pad] = acc * shrink + weights[group][kBlock] * V.
-template <class T>
-void weigh_block(const Block<T>& block, const Ahead<T>& ahead, int64_t offset, const Sizes& z, const float* weights, const float* shrink,
-                 float* acc) {
-  for (int64_t g = 0; g < z.group; g += kHeadsAtOnce) {
-    const float *w = weights + g * kBlock, *s = shrink + g;
-    float* a = acc + g * z.acc_pad;
-    const Ahead<T> fetch = g == 0 ? ahead : Ahead<T>{};
-    switch (std::min<int64_t>(kHeadsAtOnce, z.group - g)) {
-      case 1:
-        weigh_heads<T, 1>(block, fetch, offset, z, w, s, a);
-        break;
-      case 2:
-        weigh_heads<T, 2>(block, fetch, offset, z, w, s, a);
-        break;
-      case 3:
-        weigh_heads<T, 3>(block, fetch, offset, z, w, s, a);
-        break;
-      default:
-        weigh_heads<T, 4>(block, fetch, offset, z, w, s, a);
-    }
-  }
 }
 
 // What a thread needs besides partial results.
@@ -274,6 +74,22 @@ void load_query(const PagedDecodeParams& p, const Sizes& z, int64_t sequence, in
   });
 }
 
+// As it is, in pairs, with zeros after it.
+void load_query_pairs(const PagedDecodeParams& p, const Sizes& z, int64_t sequence, int64_t head, float* q) {
+  std::fill(q, q + z.dim_pad, 0.f);
+  std::memcpy(q, p.q.as<bf16>() + sequence * p.q.stride[0] + head * p.q.stride[1], size_t(z.dim) * sizeof(bf16));
+}
+
+// Scales of one head's codes in a block; zeros after the last, up to a whole vector.
+struct BlockScales {
+  float of[kBlock];
+
+  BlockScales(const float* const* at, int n, int64_t offset) {
+    for (int t = 0; t < n; ++t) of[t] = at[t][offset];
+    for (int t = n; t % kLanes; ++t) of[t] = 0.f;
+  }
+};
+
 // What a thread takes at a time: one split for kv heads [h0, h1).
 struct Unit {
   int64_t index;  // of the split
@@ -282,21 +98,29 @@ struct Unit {
 };
 
 // One unit: the same block of keys for one head after the other, since their rows are neighbours. `upcoming` may be null.
-template <class T>
-void attend_unit(const PagedDecodeParams& p, const Sizes& z, const Scoring& scoring, const Unit& unit, const Unit* upcoming,
+template <class P>
+void attend_unit(const PagedDecodeParams& p, const Sizes& z, const Scoring& scoring, const Unit& unit, const Unit* upcoming, bool cold,
                  const Room& room, const Partial& partial) {
+  using T = typename P::T;
   const Split& split = unit.split;
   const int64_t h0 = unit.h0, h1 = unit.h1, b = split.sequence, position = index_at(p.seqlens_k, b) - 1;
   const KvRows<T> keys = paged_rows<T>(p.k_cache, p.k_scale, p.block_table, b),
                   values = paged_rows<T>(p.v_cache, p.v_scale, p.block_table, b);
   for (int64_t h = h0; h < h1; ++h) {
     room.rows(z, h).clear(z.group);
-    for (int64_t g = h * z.group; g < (h + 1) * z.group; ++g) load_query(p, z, b, g, room.q + g * z.dim_pad);
+    for (int64_t g = h * z.group; g < (h + 1) * z.group; ++g)
+      (P::kPairs ? load_query_pairs : load_query)(p, z, b, g, room.q + g * z.dim_pad);
   }
   std::fill(partial.acc + h0 * z.group * z.acc_pad, partial.acc + h1 * z.group * z.acc_pad, 0.f);
 
   Block<T> blocks[2];
   blocks[0].locate(keys, values, split.keys);
+  if (cold)  // nobody has fetched its first block
+    for (int64_t h = h0; h < h1; ++h) {
+      const Ahead<T> start = {&blocks[0], h * keys.head_stride, h * values.head_stride};
+      for (int t = 0; t < blocks[0].n; ++t) start.fetch_key(t, z.dim);
+      start.fetch_values(z.dim_v);
+    }
   int current = 0;
   for (int64_t first = split.keys.begin; first < split.keys.end; first += kBlock, current ^= 1) {
     const Block<T>& block = blocks[current];
@@ -314,20 +138,30 @@ void attend_unit(const PagedDecodeParams& p, const Sizes& z, const Scoring& scor
     for (int64_t h = h0; h < h1; ++h) {
       const bool follows = last ? upcoming && h + shift < upcoming->h1 : true;
       const Ahead<T> ahead = {follows ? &next : nullptr, (h + shift) * keys.head_stride, (h + shift) * values.head_stride};
-      score_block(block, ahead, h * keys.head_stride, z, room.q + h * z.group * z.dim_pad, room.tile, room.scores);
+      score_block<P>(block, ahead, h * keys.head_stride, z, room.q + h * z.group * z.dim_pad, room.tile, room.scores);
+      if constexpr (is_code<T>) {
+        const BlockScales scales(block.k_scale, block.n, h * keys.scale_head_stride);
+        for (int64_t g = 0; g < z.group; ++g)
+          for (int t = 0; t < vectors * kLanes; t += kLanes) {
+            float* s = room.scores + g * kBlock + t;
+            store(s, load(s) * load(scales.of + t));
+          }
+      }
       for (int64_t g = 0; g < z.group; ++g) {
         float* s = room.scores + g * kBlock;
-        if constexpr (is_code<T>)
-          for (int t = 0; t < block.n; ++t) s[t] *= block.k_scale[t][h * keys.scale_head_stride];
         if (!scoring.plain()) scoring.shape(s, 0, vectors, b, h * z.group + g, position, first);
         for (int t = block.n; t < vectors * kLanes; ++t) s[t] = -kInf;
       }
       const RowState state = room.rows(z, h);
-      softmax_step(room.scores, z.group, 0, vectors, scoring.factor(), state);
-      if constexpr (is_code<T>)
-        for (int64_t g = 0; g < z.group; ++g)
-          for (int t = 0; t < block.n; ++t) room.scores[g * kBlock + t] *= block.v_scale[t][h * values.scale_head_stride];
-      weigh_block(block, ahead, h * values.head_stride, z, room.scores, state.shrink, partial.acc + h * z.group * z.acc_pad);
+      if constexpr (is_code<T>) {
+        const BlockScales scales(block.v_scale, block.n, h * values.scale_head_stride);
+        softmax_step(room.scores, z.group, 0, vectors, scoring.factor(), state,
+                     [&](int64_t g, int64_t t, vf p) { store(room.scores + g * kBlock + t, p * load(scales.of + t)); });
+      } else {
+        softmax_step(room.scores, z.group, 0, vectors, scoring.factor(), state,
+                     [&](int64_t g, int64_t t, vf p) { put_weights(typename P::Step{}, room.scores + g * kBlock, t, p); });
+      }
+      weigh_block<P>(block, ahead, h * values.head_stride, z, room.scores, state.shrink, partial.acc + h * z.group * z.acc_pad);
     }
   }
   for (int64_t h = h0; h < h1; ++h)
@@ -391,6 +225,14 @@ int64_t heads_per_unit(const Sizes& z, int64_t splits, int64_t workers, int64_t 
   return std::min({z.kv_heads, by_cache, by_workers});
 }
 
+template <class Visitor>
+void visit_product(const PagedDecodeParams& p, Visitor&& visitor) {
+  if constexpr (kLanes == 16)
+    if (p.q.dtype == DType::bf16 && p.k_cache.dtype == DType::bf16 && pairs_are_fast())
+      return visitor.template operator()<Product<bf16, Bf16Step>>();
+  visit_cache(p.k_cache.dtype, [&]<class T>() { visitor.template operator()<Product<T, FloatStep>>(); });
+}
+
 }  // namespace
 
 void paged_decode_attention(const PagedDecodeParams& p) {
@@ -415,7 +257,7 @@ void paged_decode_attention(const PagedDecodeParams& p) {
   const int64_t room = padded(Room::floats(z), 1024);
   float* rooms = room_memory.get<float>(room * workers);
   std::atomic<int64_t> next{0};
-  visit_cache(p.k_cache.dtype, [&]<class T>() {
+  visit_product(p, [&]<class P>() {
     team().parallel_for(workers, 1, [&](int64_t, int64_t, int tid) {
       const Room own(rooms + tid * room, z);
       const auto take = [&]() -> std::optional<Unit> {
@@ -423,9 +265,11 @@ void paged_decode_attention(const PagedDecodeParams& p) {
         if (u >= units) return {};
         return Unit{i, splits[i], h, std::min(h + step, z.kv_heads)};
       };
+      bool cold = true;
       for (std::optional<Unit> unit = take(), upcoming; unit; unit = upcoming) {
         upcoming = take();
-        attend_unit<T>(p, z, scoring, *unit, upcoming ? &*upcoming : nullptr, own, Partial(partials, z, unit->index));
+        attend_unit<P>(p, z, scoring, *unit, upcoming ? &*upcoming : nullptr, std::exchange(cold, false), own,
+                       Partial(partials, z, unit->index));
       }
       if (workers > 1) team().barrier();
       for (int64_t r = z.batch * z.heads * tid / workers; r < z.batch * z.heads * (tid + 1) / workers; ++r) {

@@ -24,7 +24,7 @@ vb encode(vf ratio);
 template <>
 inline vb encode<int8_t>(vf ratio) {
   const vf clamped = min(max(select(ratio == ratio, ratio, set1(0.f)), set1(-128.f)), set1(127.f));
-  return (vb) __builtin_convertvector(to_int(round_even(clamped)), vb_signed);
+  return low_bytes(vu(to_int(round_even(clamped))));
 }
 template <>
 inline vb encode<fp8>(vf ratio) {
@@ -34,7 +34,7 @@ inline vb encode<fp8>(vf ratio) {
   const vu normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
   const vu small = as_u(a + set1(16384.f)) - 0x46800000;  // codes below 2^-6 are steps of 2^-9: the adder rounds to one
   const vu code = (vi)(a < set1(0x1p-6f)) ? small : normal;
-  return __builtin_convertvector(((vi)(ratio != ratio) ? vu{} + 0x7f : code) | sign, vb);
+  return low_bytes(((vi)(ratio != ratio) ? vu{} + 0x7f : code) | sign);
 }
 
 // The largest magnitude of a row; NaN when the row holds one.

@@ -24,6 +24,8 @@ namespace {
 constexpr int64_t kSmallWork = 1 << 17;
 // Up to here every thread prepares the activations for itself, which is cheaper than a barrier.
 constexpr int64_t kRedundantTokens = 2;
+// Row blocks that a thread takes at a time, in multiply-adds: some microseconds of work.
+constexpr int64_t kGrainWork = 1 << 18;
 // Bytes of prepared activations per pass over the weights: they should stay in the last-level cache.
 constexpr int64_t kPassBytes = 8 << 20;
 
@@ -155,6 +157,9 @@ void linear_packed(const LinearParams& p) {
   static thread_local Scratch shared_scratch;
   uint8_t* shared = tokens > kRedundantTokens ? shared_scratch.get<uint8_t>(std::min(tokens, pass) * m.token_bytes) : nullptr;
 
+  const int64_t grain = std::max<int64_t>(1, kGrainWork / (std::min(tokens, pass) * p.x.size[1] * kBlockRows));
+  Shares& shares = team().shares();
+
   auto work = [&](int tid, int threads) {
     static thread_local Scratch own_scratch;
     uint8_t* prepared = shared ? shared : own_scratch.get<uint8_t>(tokens * m.token_bytes);
@@ -163,17 +168,24 @@ void linear_packed(const LinearParams& p) {
       if (!shared || threads == 1) {
         prepare(p, m, tiles, 0, tiles.tiles, prepared);
       } else {
-        if (first > 0) team().barrier();  // the pass before has been read
+        if (first > 0) {
+          team().barrier();  // the pass before has been read
+          shares.reset(tid, blocks);
+        }
         prepare(p, m, tiles, tiles.tiles * tid / threads, tiles.tiles * (tid + 1) / threads, prepared);
         team().barrier();
       }
-      multiply(p, m, tiles, blocks * tid / threads, blocks * (tid + 1) / threads, prepared);
+      if (threads == 1)
+        multiply(p, m, tiles, 0, blocks, prepared);
+      else
+        shares.take(tid, grain, [&](int64_t begin, int64_t end) { multiply(p, m, tiles, begin, end, prepared); });
     }
   };
-  if (small || team().size() == 1)
+  if (small || team().size() == 1) {
     team().parallel_for(1, 1, [&](int64_t, int64_t, int) { work(0, 1); });
-  else
-    team().run([&](int tid) { work(tid, team().size()); });
+    return;
+  }
+  team().run([&](int tid) { work(tid, team().size()); }, blocks);
 }
 
 // ---- dense weights ---------------------------------------------------------------------------------------------

@@ -49,9 +49,9 @@ struct Room {
 
   static int64_t floats(const Call& c, int64_t rows) {
     const int64_t panels = (rows + kPanel - 1) / kPanel, wide = padded(c.dim_v, kLanes);
-    return padded(
-        (panels + 1) * kPanel * wide + 2 * kPanel * kBlock + panels * 3 * kRowStep + panels * kPanel * c.dim + kBlock * (c.dim + 2 * wide),
-        1024);
+    return padded((panels + 1) * kPanel * wide + 2 * kPanel * kBlock + panels * 3 * kRowStep + panels * kPanel * kQueryUnits<FloatStep> +
+                      kBlock * (c.dim + 2 * wide),
+                  1024);
   }
   Room(float* base, const Call& c, int64_t rows) : acc_stride(padded(c.dim_v, kLanes)) {
     const int64_t panels = (rows + kPanel - 1) / kPanel;
@@ -60,7 +60,7 @@ struct Room {
     keys = take_units(kBlock * c.dim), values = take_units(kBlock * acc_stride), spare_values = take_units(kBlock * acc_stride);
     scores = take(kPanel * kBlock), weights = take_units(kPanel * kBlock);
     acc = take(panels * kPanel * acc_stride), spare_acc = take(kPanel * acc_stride);
-    state = take(panels * 3 * kRowStep), query = take_units(panels * kPanel * c.dim);
+    state = take(panels * 3 * kRowStep), query = take_units(panels * kPanel * kQueryUnits<FloatStep>);
   }
   RowState rows(int64_t panel) const {
     float* s = state + panel * 3 * kRowStep;
@@ -99,15 +99,14 @@ class TileAttention {
   Range row_range(int64_t row) const { return c_.scoring.visible(position_ + token_of(row), keys_); }
 
   void load_queries() {
-    const int64_t units = c_.dim / Step::kWidth;
-    std::fill(room_.query + (panels_ - 1) * kPanel * units, room_.query + panels_ * kPanel * units, 0u);
+    std::fill(room_.query + (panels_ - 1) * kPanel * kQueryUnits<Step>, room_.query + panels_ * kPanel * kQueryUnits<Step>, 0u);
     std::fill(room_.acc, room_.acc + panels_ * kPanel * room_.acc_stride, 0.f);
     for (int64_t i = 0; i < panels_; ++i) room_.rows(i).clear(kPanel);
     visit_float(c_.q.dtype, [&]<class Q>() {
       for (int64_t r = 0; r < rows_; ++r) {
         const int64_t token = c_.q_first(task_.sequence) + task_.first + token_of(r), head = head_ + r % c_.group;
-        pack_query<Step>(c_.q.template as<Q>() + token * c_.q.stride[0] + head * c_.q.stride[1], c_.dim, int(r % kPanel),
-                         room_.query + r / kPanel * kPanel * units);
+        pack_query<Step>(c_.q.template as<Q>() + token * c_.q.stride[0] + head * c_.q.stride[1], c_.dim,
+                         room_.query + r * kQueryUnits<Step>);
       }
     });
   }
@@ -139,7 +138,7 @@ class TileAttention {
     const Range vectors{first + begin * kLanes, first + end * kLanes};
     const int64_t units = c_.dim / Step::kWidth;
     for (int s = begin * kLanes / kStrip * kStrip; s < end * kLanes; s += kStrip)
-      score_panel<Step>(room_.query + r0 * units, room_.keys + s * units, units, room_.scores + s);
+      score_panel<Step>(room_.query + r0 * kQueryUnits<Step>, room_.keys + s * units, units, room_.scores + s);
     if (!c_.scoring.plain())
       for (int64_t r = r0; r <= r1; ++r)
         c_.scoring.shape(room_.scores + (r - r0) * kBlock, begin, end, task_.sequence, head_ + r % c_.group, position_ + token_of(r),
@@ -154,13 +153,13 @@ class TileAttention {
       }
     }
     const RowState state = room_.rows(panel);
-    softmax_step(room_.scores, kPanel, begin, end, c_.scoring.factor(), state);
-    const uint32_t* weights = weight_units(Step{}, room_.scores, room_.weights, begin, end);
+    softmax_step(room_.scores, kPanel, begin, end, c_.scoring.factor(), state,
+                 [&](int64_t row, int64_t key, vf p) { put_weights(Step{}, room_.weights + row * (kBlock / Step::kWidth), key, p); });
     float* acc = room_.acc + r0 * room_.acc_stride;
     if (hidden && !values_finite_) {
-      for (int64_t r = r0; r <= r1; ++r) weigh_alone(r, first, weights, state.shrink, acc);
+      for (int64_t r = r0; r <= r1; ++r) weigh_alone(r, first, room_.weights, state.shrink, acc);
     } else {
-      weigh(weights, room_.values, {seen.begin - first, seen.end - first}, state.shrink, acc);
+      weigh(room_.weights, room_.values, {seen.begin - first, seen.end - first}, state.shrink, acc);
     }
   }
 

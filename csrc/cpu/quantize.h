@@ -31,8 +31,7 @@ inline void pack_codes(const vi (&v)[kGroup / kLanes], uint32_t* quads) {
   // both packs work inside 128-bit halves: put the quads back in order
   store_bits(quads, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
 #else
-  typedef int8_t codes __attribute__((vector_size(kLanes)));
-  for (int i = 0; i < kGroup / kLanes; ++i) store_bits(reinterpret_cast<int8_t*>(quads) + i * kLanes, __builtin_convertvector(v[i], codes));
+  for (int i = 0; i < kGroup / kLanes; ++i) store_bits(quads + i * kLanes / 4, low_bytes(vu(v[i])));
 #endif
 }
 

@@ -122,8 +122,7 @@ struct RowBlock<WeightFormat::int8> {
   static PK_INLINE void tail(const uint8_t* codes, int n, int part, Use&& use) {
     for (int c = 0; c < n; ++c) {
       Rows<P> r;
-      for (int p = 0; p < P; ++p)
-        r.v[p] = __builtin_convertvector(load_bits<vb>(codes + c * kBlockRows + (part + p) * kLanes), vf) - set1(128.f);
+      for (int p = 0; p < P; ++p) r.v[p] = to_float(vi(widen(load_bits<vb>(codes + c * kBlockRows + (part + p) * kLanes)))) - set1(128.f);
       use(c, r);
     }
   }

@@ -31,27 +31,40 @@ inline vf pick_quarters(vf a, vf b) {
   }>(a, b);
 }
 
-// Lane i of the result is op over the lanes of rows[i], always in the same tree. Overwrites rows.
-template <class Op>
+// Of 2 kLanes 16-bit numbers each: pairs (a_i, b_i), a in the low half, the first kLanes of them and the rest.
+inline void interleave_halves(vu a, vu b, vu& first, vu& second) {
+  const auto pick = [&]<int... I>(int from, std::integer_sequence<int, I...>) {
+    return (vu)__builtin_shuffle((vh_pair)a, (vh_pair)b, vh_pair{uint16_t(from + I / 2 + (I % 2 ? 2 * kLanes : 0))...});
+  };
+  first = pick(0, std::make_integer_sequence<int, 2 * kLanes>());
+  second = pick(kLanes, std::make_integer_sequence<int, 2 * kLanes>());
+}
+
+// Lane i of the result is op over the lanes of rows[i], for the first Rows of them, always in the same tree. Overwrites rows.
+template <int Rows, class Op>
 inline vf reduce_rows(vf* rows, Op op) {
+  static_assert(Rows >= 4 && Rows <= kLanes);
+#pragma GCC unroll 2
+  for (int n = Rows / 2; n >= Rows / 4; n /= 2)
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes / 2; ++i)
-    rows[i] = op(pick_lanes<0>(rows[2 * i], rows[2 * i + 1]), pick_lanes<1>(rows[2 * i], rows[2 * i + 1]));
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes / 4; ++i)
-    rows[i] = op(pick_lanes<0>(rows[2 * i], rows[2 * i + 1]), pick_lanes<1>(rows[2 * i], rows[2 * i + 1]));
+    for (int i = 0; i < n; ++i) rows[i] = op(pick_lanes<0>(rows[2 * i], rows[2 * i + 1]), pick_lanes<1>(rows[2 * i], rows[2 * i + 1]));
+  int left = Rows / 4;  // vectors; when only one is, it meets itself
 #pragma GCC unroll 4
-  for (int n = kLanes / 8; n > 0; n /= 2)
+  for (int quarters = kLanes / 4; quarters > 1; quarters /= 2, left = (left + 1) / 2)
 #pragma GCC unroll 16
-    for (int i = 0; i < n; ++i)
-      rows[i] = op(pick_quarters<0>(rows[2 * i], rows[2 * i + 1]), pick_quarters<1>(rows[2 * i], rows[2 * i + 1]));
+    for (int i = 0; 2 * i < left; ++i) {
+      const vf a = rows[2 * i], b = rows[left > 1 ? 2 * i + 1 : 0];
+      rows[i] = op(pick_quarters<0>(a, b), pick_quarters<1>(a, b));
+    }
   return rows[0];
 }
+template <int Rows = kLanes>
 inline vf add_rows(vf* rows) {
-  return reduce_rows(rows, [](vf a, vf b) { return a + b; });
+  return reduce_rows<Rows>(rows, [](vf a, vf b) { return a + b; });
 }
+template <int Rows = kLanes>
 inline vf max_rows(vf* rows) {
-  return reduce_rows(rows, [](vf a, vf b) { return max(a, b); });
+  return reduce_rows<Rows>(rows, [](vf a, vf b) { return max(a, b); });
 }
 
 // Lane j of rows[i] goes to lane i of rows[j].

@@ -194,10 +194,55 @@ inline f16 from_float<f16>(float x) {
 
 // ---- vector loads and stores that convert -----------------------------------------------------------------------
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t vh_pair __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t vb __attribute__((vector_size(kLanes)));
+typedef int8_t vb_signed __attribute__((vector_size(kLanes)));
+
+// One instruction each; gcc makes several of a __builtin_convertvector between widths.
+inline vu widen(vh v) {
+#if PK_AVX512
+  return (vu)_mm512_cvtepu16_epi32((__m256i)v);
+#elif PK_AVX2
+  return (vu)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, vu);
+#endif
+}
+inline vu widen(vb v) {
+#if PK_AVX512
+  return (vu)_mm512_cvtepu8_epi32((__m128i)v);
+#elif PK_AVX2
+  return (vu)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(v)));
+#else
+  return __builtin_convertvector(v, vu);
+#endif
+}
+inline vi widen(vb_signed v) {
+#if PK_AVX512
+  return (vi)_mm512_cvtepi8_epi32((__m128i)v);
+#elif PK_AVX2
+  return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(int64_t(v)));
+#else
+  return __builtin_convertvector(v, vi);
+#endif
+}
+inline vh low_halves(vu v) {
+#if PK_AVX512
+  return (vh)_mm512_cvtepi32_epi16((__m512i)v);
+#else
+  return __builtin_convertvector(v, vh);
+#endif
+}
+inline vb low_bytes(vu v) {
+#if PK_AVX512
+  return (vb)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector(v, vb);
+#endif
+}
 
 inline vf load(const float* p) { return load_bits<vf>(p); }
-inline vf load(const bf16* p) { return as_f(__builtin_convertvector(load_bits<vh>(p), vu) << 16); }
+inline vf load(const bf16* p) { return as_f(widen(load_bits<vh>(p)) << 16); }
 inline vf load(const f16* p) {
 #if PK_AVX512
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -209,8 +254,7 @@ inline vf load(const f16* p) {
   return v;
 #endif
 }
-typedef int8_t vb_signed __attribute__((vector_size(kLanes)));
-inline vf load(const int8_t* p) { return __builtin_convertvector(load_bits<vb_signed>(p), vf); }
+inline vf load(const int8_t* p) { return to_float(widen(load_bits<vb_signed>(p))); }
 // Codes in 32-bit lanes.
 inline vf fp8_to_float(vu code) {
   const vu rest = code & 0x7f;
@@ -233,7 +277,7 @@ inline vf load(const fp8* p) {
   const __m128i sign = _mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x80)), 8);
   return (vf)_mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(rest, nan), sign)) * set1(256.f);
 #else
-  return fp8_to_float(__builtin_convertvector(load_bits<vb>(p), vu));
+  return fp8_to_float(widen(load_bits<vb>(p)));
 #endif
 }
 
@@ -241,9 +285,17 @@ inline void store(float* p, vf v) { store_bits(p, v); }
 inline vh bf16_bits(vf v) {
   const vu u = as_u(v), rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
   const vi nan = v != v;
-  return __builtin_convertvector(nan ? (u >> 16 | 0x40) : rounded, vh);
+  return low_halves(nan ? (u >> 16 | 0x40) : rounded);
 }
 inline void store(bf16* p, vf v) { store_bits(p, bf16_bits(v)); }
+// The same in one instruction where there is one, which takes subnormals for 0.
+inline void store_normal(bf16* p, vf v) {
+#if PK_AVX512
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
+  store(p, v);
+#endif
+}
 inline void store(f16* p, vf v) {
 #if PK_AVX512
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));

@@ -47,7 +47,28 @@ void wait_while(std::atomic<int32_t>& word, int32_t value, std::atomic<int32_t>&
 
 }  // namespace
 
-Team::Team(int size) : size_(size) {
+Shares::Span Shares::from_front(std::atomic<Span>& range, uint32_t grain) {
+  Span s = range.load(std::memory_order_relaxed);
+  while (s.size()) {
+    const Span taken{s.begin, s.begin + std::min(grain, s.size())};
+    if (range.compare_exchange_weak(s, {taken.end, s.end}, std::memory_order_relaxed)) return taken;
+  }
+  return {};
+}
+
+Shares::Span Shares::from_fullest(uint32_t grain) {
+  for (;;) {
+    std::atomic<Span>* fullest = nullptr;
+    Span s;
+    for (Range& r : ranges_)
+      if (const Span span = r.span.load(std::memory_order_relaxed); span.size() > s.size()) s = span, fullest = &r.span;
+    if (!fullest) return {};
+    const Span taken{s.end - std::min(grain, s.size()), s.end};
+    if (fullest->compare_exchange_weak(s, {s.begin, taken.begin}, std::memory_order_relaxed)) return taken;
+  }
+}
+
+Team::Team(int size) : size_(size), shares_(size) {
   for (int tid = 1; tid < size; ++tid) threads_.emplace_back([this, tid] { worker(tid); });
 }
 
@@ -68,11 +89,12 @@ void Team::barrier() {
   wait_while(epoch_, epoch, parked_);
 }
 
-void Team::run_erased(Erased fn, void* body) {
+void Team::run_erased(Erased fn, void* body, int64_t shared) {
   std::lock_guard<std::mutex> lock(caller_);
   const uint32_t saved = flush_denormals();
   fn_ = fn;
   body_ = body;
+  for (int tid = 0; shared && tid < size_; ++tid) shares_.reset(tid, shared);
   if (size_ > 1) barrier();
   fn(body, 0);
   if (size_ > 1) barrier();

@@ -11,6 +11,36 @@
 
 namespace pk {
 
+// [0, n) shared out among threads: each takes a few at a time from the front of a range of its own, then from the back of
+// whoever has most left, so that a thread which was interrupted keeps nobody waiting.
+class Shares {
+ public:
+  explicit Shares(int threads) : ranges_(size_t(threads)) {}
+  // Gives thread tid its range. Before a barrier that comes before anybody takes.
+  void reset(int tid, int64_t n) {
+    const auto threads = int64_t(ranges_.size());
+    ranges_[size_t(tid)].span.store({uint32_t(n * tid / threads), uint32_t(n * (tid + 1) / threads)}, std::memory_order_relaxed);
+  }
+  // body(begin, end), until nothing is left.
+  template <class Body>
+  void take(int tid, int64_t grain, Body&& body) {
+    for (Span s; (s = from_front(ranges_[size_t(tid)].span, uint32_t(grain))).size();) body(int64_t(s.begin), int64_t(s.end));
+    for (Span s; (s = from_fullest(uint32_t(grain))).size();) body(int64_t(s.begin), int64_t(s.end));
+  }
+
+ private:
+  struct Span {
+    uint32_t begin = 0, end = 0;
+    uint32_t size() const { return end - begin; }
+  };
+  struct alignas(128) Range {
+    std::atomic<Span> span{Span{}};
+  };
+  static Span from_front(std::atomic<Span>& range, uint32_t grain);
+  Span from_fullest(uint32_t grain);
+  std::vector<Range> ranges_;
+};
+
 class Team {
  public:
   explicit Team(int size);
@@ -18,11 +48,11 @@ class Team {
   int size() const { return size_; }
 
   // Calls body(tid) on every thread and returns when all are done. One caller at a time; not re-entrant.
-  // The body must not throw: validate before.
+  // The body must not throw: validate before. `shared`: what shares() starts with.
   template <class Body>
-  void run(Body&& body) {
+  void run(Body&& body, int64_t shared = 0) {
     using Plain = std::remove_reference_t<Body>;
-    run_erased([](void* b, int tid) { (*static_cast<Plain*>(b))(tid); }, const_cast<void*>(static_cast<const void*>(&body)));
+    run_erased([](void* b, int tid) { (*static_cast<Plain*>(b))(tid); }, const_cast<void*>(static_cast<const void*>(&body)), shared);
   }
   // Splits [0, n) into one contiguous range per thread: body(begin, end, tid). Runs inline when n is below `grain`.
   template <class Body>
@@ -38,10 +68,12 @@ class Team {
   }
   // Inside run(): every thread waits for all others.
   void barrier();
+  // Inside run().
+  Shares& shares() { return shares_; }
 
  private:
   using Erased = void (*)(void*, int);
-  void run_erased(Erased fn, void* body);
+  void run_erased(Erased fn, void* body, int64_t shared);
   template <class F>
   void inline_run(F&& f) {
     const uint32_t saved = flush_denormals();
@@ -53,6 +85,7 @@ class Team {
   static void restore_denormals(uint32_t saved);
 
   int size_;
+  Shares shares_;
   alignas(128) std::atomic<int32_t> arrived_{0};
   alignas(128) std::atomic<int32_t> epoch_{0};
   std::atomic<int32_t> parked_{0};

@@ -32,6 +32,10 @@ struct Bf16Step {
   }
 };
 
+// Units from one row of a packed query to the next: no multiple of a page of memory, so that the rows of a panel do not share sets of L1.
+template <class Step>
+constexpr int kQueryUnits = kMaxHeadDim / Step::kWidth + kLanes;
+
 // Whether products of pairs pay: AMD issues vdpbf16ps as often as an FMA, Intel half as often, where floats are faster (1.6 times,
 // packing included) and more exact. Emulated, to be tested, always.
 inline bool pairs_are_fast() {
@@ -61,12 +65,12 @@ template <class Step, int RowStride, int StepStride, int Vectors>
 }
 
 // scores[kPanel][kBlock] = q.k for one strip of keys. Summed in chunks: one long chain would lose the last bits of large scores.
-constexpr int64_t kChunk = 16;
 template <class Step>
 inline void score_panel(const uint32_t* query, const uint32_t* keys, int64_t units, float* scores) {
-  for (int64_t u = 0; u < units; u += kChunk, query += kChunk * kPanel, keys += kChunk * kStrip) {
+  constexpr int64_t kChunk = 16 * Step::kWidth;
+  for (int64_t u = 0; u < units; u += kChunk, query += kChunk, keys += kChunk * kStrip) {
     vf sum[kPanel][kPanelVectors] = {};
-    multiply<Step, 1, kPanel>(sum, query, keys, std::min(kChunk, units - u));
+    multiply<Step, kQueryUnits<Step>, 1>(sum, query, keys, std::min(kChunk, units - u));
 #pragma GCC unroll 6
     for (int r = 0; r < kPanel; ++r)
 #pragma GCC unroll 4
@@ -109,6 +113,7 @@ inline void weigh_strip(int vectors, const uint32_t* weights, const uint32_t* va
 template <class Step, class T>
 inline vu row_units(const T* row, int64_t unit, int64_t dim) {
   if constexpr (Step::kWidth == 1) return (vu)load_n(row + unit, int(dim - unit));
+  if (dim / 2 - unit >= kLanes) return load_bits<vu>(row + 2 * unit);
   vu units = {};
   std::memcpy(&units, row + 2 * unit, std::min<int64_t>(kLanes, dim / 2 - unit) * sizeof(uint32_t));
   return units;
@@ -132,38 +137,51 @@ void pack_keys(const T* const* rows, const float* scales, int64_t dim, uint32_t*
     }
 }
 
-// Exponent bits all set: infinity or NaN, in either half of a pair.
-inline vi not_finite(vf x) { return (as_i(x) & 0x7f800000) == 0x7f800000; }
-inline vi not_finite_pair(vu x) { return ((vi)(x & 0x7f800000u) == 0x7f800000) | ((vi)(x & 0x7f80u) == 0x7f80); }
+// The largest exponents met: all bits set in one is infinity or NaN. Of floats, or of the halves of units.
+struct Exponents {
+  vh_pair largest = {};
+
+  void meet(vu x) {
+    const vh_pair exponents = (vh_pair)(x & 0x7f807f80u);
+    largest = exponents > largest ? exponents : largest;
+  }
+  void meet(vf x) { meet(as_u(x) & 0x7f800000u); }
+  bool finite() const {
+    bool all = true;
+    for (int i = 0; i < 2 * kLanes; ++i) all &= largest[i] < 0x7f80;
+    return all;
+  }
+};
 
 // V of kBlock keys: strip by strip of columns, [kBlock / width steps][columns]. Returns whether all of it is finite.
 template <class Step, class T>
 bool pack_values(const T* const* rows, const float* scales, int64_t dim, uint32_t* out) {
-  vi bad = {};
+  Exponents exponents;
   const int64_t width = padded(dim, kLanes);
   for (int64_t x = 0; x < width; x += kStrip) {
     const int64_t columns = std::min<int64_t>(kStrip, width - x);
-    for (int t = 0; t < kBlock; t += Step::kWidth)
-      for (int64_t j = 0; j < columns; j += kLanes, out += kLanes) {
-        const int lanes = int(std::min<int64_t>(kLanes, dim - x - j));
-        vu unit;
-        if constexpr (Step::kWidth == 1) {
-          vf v = rows[t] ? load_n(rows[t] + x + j, lanes) : set1(0.f);
+    for (int t = 0; t < kBlock; t += Step::kWidth, out += columns) {
+      if constexpr (Step::kWidth == 1) {
+        for (int64_t j = 0; j < columns; j += kLanes) {
+          vf v = rows[t] ? load_n(rows[t] + x + j, int(dim - x - j)) : set1(0.f);
           if constexpr (is_code<T>) v = v * set1(scales[t]);
-          bad |= not_finite(v);
-          unit = as_u(v);
-        } else {
-          const vu low = rows[t] ? as_u(load_n(rows[t] + x + j, lanes)) : vu{};
-          const vu high = rows[t + 1] ? as_u(load_n(rows[t + 1] + x + j, lanes)) : vu{};
-          unit = low >> 16 | high;
-          bad |= not_finite_pair(unit);
+          exponents.meet(v);
+          store(reinterpret_cast<float*>(out + j), v);
         }
-        store_bits(out, unit);
+      } else {
+        for (int64_t j = 0; j < columns; j += 2 * kLanes) {
+          const vu a = rows[t] ? row_units<Step>(rows[t], (x + j) / 2, dim) : vu{};
+          const vu b = rows[t + 1] ? row_units<Step>(rows[t + 1], (x + j) / 2, dim) : vu{};
+          exponents.meet(a), exponents.meet(b);
+          vu first, second;
+          interleave_halves(a, b, first, second);
+          store_bits(out + j, first);
+          if (j + kLanes < columns) store_bits(out + j + kLanes, second);
+        }
       }
+    }
   }
-  int32_t any = 0;
-  for (int i = 0; i < kLanes; ++i) any |= bad[i];
-  return any == 0;
+  return exponents.finite();
 }
 
 // Zeros a key of packed values.
@@ -178,29 +196,17 @@ void clear_value(uint32_t* values, int64_t dim, int key) {
   }
 }
 
-// Query rows of a panel, [dim units][kPanel].
+// A query row of a panel, kQueryUnits long.
 template <class Step, class Q>
-void pack_query(const Q* row, int64_t dim, int r, uint32_t* out) {
-  for (int64_t i = 0; i < dim; i += Step::kWidth) {
-    uint32_t unit;
-    if constexpr (Step::kWidth == 1) {
-      unit = float_to_bits(to_float(row[i]));
-    } else {
-      std::memcpy(&unit, row + i, sizeof unit);
-    }
-    out[i / Step::kWidth * kPanel + r] = unit;
-  }
+void pack_query(const Q* row, int64_t dim, uint32_t* out) {
+  if constexpr (Step::kWidth == 1)
+    for (int64_t i = 0; i < dim; i += kLanes) store(reinterpret_cast<float*>(out + i), load_n(row + i, int(dim - i)));
+  else
+    std::memcpy(out, row, size_t(dim) * sizeof(Q));
 }
 
-// Weights of a panel as the left operand of PV: [kPanel][kBlock / width]. Floats are used where they are.
-inline const uint32_t* weight_units(FloatStep, const float* weights, uint32_t*, int, int) {
-  return reinterpret_cast<const uint32_t*>(weights);
-}
-inline const uint32_t* weight_units(Bf16Step, const float* weights, uint32_t* out, int begin, int end) {
-  for (int r = 0; r < kPanel; ++r)
-    for (int i = begin * kLanes; i < end * kLanes; i += kLanes)
-      store(reinterpret_cast<bf16*>(out + r * (kBlock / 2)) + i, load(weights + r * kBlock + i));
-  return out;
-}
+// Weights of keys [key, key + kLanes) into a row of them: the left operand of PV.
+inline void put_weights(FloatStep, void* row, int64_t key, vf weights) { store(static_cast<float*>(row) + key, weights); }
+inline void put_weights(Bf16Step, void* row, int64_t key, vf weights) { store_normal(static_cast<bf16*>(row) + key, weights); }
 
 }  // namespace pk

@@ -252,8 +252,10 @@ PK_DEVICE void multiply(const Sm90Block<D>& b, int group, float (&o)[D / 2], Row
     wgmma_wait<0>();
     wgmma_hold(o);
     give_back(b.v_empty(v.stage));
+    if (__any_sync(kFullWarp, shrink[0] != 1.f || shrink[1] != 1.f)) {  // rare once the largest scores have been met
 #pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] *= shrink[row_of(i)];
+      for (int i = 0; i < D / 2; i++) o[i] *= shrink[row_of(i)];
+    }
     round_weights<T>(weights, s);
   }
   mbarrier_wait(b.v_full(v.stage), v.parity);
