@@ -13,6 +13,7 @@ from pykernels.testing import Case, cases
 from pykernels.testing.compare import Snapshot, judge, same_bits
 from pykernels.testing.emulated_cuda import EmulatedCuda
 from pykernels.testing.emulation_build import available
+from pykernels.testing.factories import narrowed
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -43,16 +44,9 @@ def is_float32(case: Case) -> bool:
 
 
 def arguments(case: Case, dtype: torch.dtype | None, device: str = "cpu") -> dict[str, Any]:
-    """The case's arguments, numbers in float32 cast to `dtype` with their strides and the poison around them."""
+    """The case's arguments, numbers in float32 cast to `dtype`."""
     args = case.args(device)
-    for name in ("q", "k", "v", "k_cache", "v_cache", "out") if dtype is not None else ():
-        value = args.get(name)
-        if value is not None and value.dtype == torch.float32:
-            buffer = torch.full((value.untyped_storage().nbytes() // 4,), torch.nan, dtype=dtype, device=device)
-            args[name] = buffer.as_strided(value.shape, value.stride(), value.storage_offset())
-            if name != "out":
-                args[name].copy_(value)
-    return args
+    return args if dtype is None else narrowed(args, dtype)
 
 
 def capabilities(op: str, args: dict[str, Any]) -> tuple[int, ...]:

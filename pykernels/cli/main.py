@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "draw the page of a run, with benchmarks, profiles and an earlier run beside it",
     "profile": "run a benchmark's call under ncu, nsys, torch.profiler or perf, and read what it counted",
     "gate": "compare two revisions, or two files of the suite, and fail when an op became slower",
+    "tune": "search tiles of the Triton kernels on this GPU, and write the table that they then use",
     "doctor": "show backends with the reasons why one is missing, ISA level, threads, versions",
 }
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..contract import OPS
 from . import attention_cases, attention_tables, cache_cases, dense_cases, sampling_cases
 from .attention_cases import BF16, F16, F32
@@ -35,6 +37,19 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"
+
+
+def narrowed(args: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Attention's arguments with what is float32 in `dtype`, for kernels that take 16 bits: same strides, same poison around."""
+    found = dict(args)
+    for name in ("q", "k", "v", "k_cache", "v_cache", "out"):
+        value = found.get(name)
+        if value is not None and value.dtype == F32:
+            buffer = torch.full((value.untyped_storage().nbytes() // 4,), torch.nan, dtype=dtype, device=value.device)
+            found[name] = buffer.as_strided(value.shape, value.stride(), value.storage_offset())
+            if name != "out":
+                found[name].copy_(value)
+    return found
 
 
 def _from(

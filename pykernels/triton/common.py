@@ -25,10 +25,11 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 @dataclass(frozen=True)
 class Target:
-    """What a kernel is compiled for: "cuda" with arch 80, 90, ...; "hip" with arch 942; "interpreter"."""
+    """What a kernel is compiled for: "cuda" with arch 80, 90, ...; "hip" with arch 942; "interpreter". `name`: the GPU's."""
 
     backend: str
     arch: int = 0
+    name: str = ""
 
     @property
     def shared_memory(self) -> int:
@@ -48,8 +49,8 @@ def _device_target(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         digits = properties.gcnArchName.removeprefix("gfx").split(":")[0]
-        return Target("hip", int(digits) if digits.isdigit() else 0)
-    return Target("cuda", properties.major * 10 + properties.minor)
+        return Target("hip", int(digits) if digits.isdigit() else 0, properties.name)
+    return Target("cuda", properties.major * 10 + properties.minor, properties.name)
 
 
 def target_of(tensor: torch.Tensor) -> Target:

@@ -1,13 +1,14 @@
 """Tiles, warps and stages for each architecture: small pure functions, the reason beside each constant.
 
 The figures named here are those of `ci/compile_matrix.json` (registers, spills and loop lengths read off machine code);
-a table that `pykernels tune` measured on a GPU would replace a choice, not this file.
+a table that `pykernels tune` measured on a GPU replaces a choice (`tuned.py`), not this file.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from . import tuned
 from .common import Target, padded
 
 
@@ -45,9 +46,15 @@ def _holds_group(tile: Tile, group: int) -> Tile:
     return Tile(rows, tile.block_n, warps, tile.num_stages, tile.tma)
 
 
+def _measured(kind: str, target: Target, shape: AttentionShape, tma_ok: bool = False) -> Tile | None:
+    found = tuned.lookup(kind, target.name, shape, tma_ok)
+    return None if found is None else Tile(**found)
+
+
 def prefill_tile(target: Target, shape: AttentionShape, tma_ok: bool = False) -> Tile:
     """The tile of (paged) prefill attention; `tma_ok`: strides and sizes allow descriptors."""
-    return _holds_group(_prefill_tile(target, shape, tma_ok), shape.group)
+    tile = _measured("prefill", target, shape, tma_ok) or _prefill_tile(target, shape, tma_ok)
+    return _holds_group(tile, shape.group)
 
 
 def _prefill_tile(target: Target, shape: AttentionShape, tma_ok: bool) -> Tile:
@@ -72,7 +79,7 @@ def _prefill_tile(target: Target, shape: AttentionShape, tma_ok: bool) -> Tile:
 
 def decode_tile(target: Target, shape: AttentionShape) -> Tile:
     """The tile of decode attention: the heads of a group are its rows."""
-    return _holds_group(_decode_tile(target, shape), shape.group)
+    return _holds_group(_measured("decode", target, shape) or _decode_tile(target, shape), shape.group)
 
 
 def _decode_tile(target: Target, shape: AttentionShape) -> Tile:
