@@ -173,11 +173,15 @@ def line_of(name: str, verdict: Verdict, margin: float, note: str) -> Line:
 
 
 # ---- two files --------------------------------------------------------------------------------------------------------
+def table_of(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Benchmarks of a document of the suite by full name: `extra_info` and the raw `samples`."""
+    return {b["fullname"]: {**b["extra_info"], "samples": b["stats"]["data"]} for b in document["benchmarks"]}
+
+
 def entries(path: Path) -> dict[str, dict[str, Any]]:
     """Benchmarks of a file that the suite wrote with `--benchmark-json`, by full name. GateError for an empty one."""
     try:
-        found = json.loads(path.read_text())["benchmarks"]
-        table = {b["fullname"]: {**b["extra_info"], "samples": b["stats"]["data"]} for b in found}
+        table = table_of(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GateError(f"{path}: no file of the suite ({type(error).__name__}: {error})") from error
     if not table:
@@ -193,11 +197,12 @@ def compare_files(a: Path, b: Path, margin: float = FILE_MARGIN) -> list[Line]:
         raise GateError(f"{a} and {b} are from different machines ({keys[0]} and {keys[1]}): nothing to compare")
     lines = []
     for name in sorted(before.keys() | after.keys()):
-        lines.append(_file_line(name, before.get(name), after.get(name), MARGINS.get(name, margin)))
+        lines.append(file_line(name, before.get(name), after.get(name), MARGINS.get(name, margin)))
     return lines
 
 
-def _file_line(name: str, old: dict[str, Any] | None, new: dict[str, Any] | None, margin: float) -> Line:
+def file_line(name: str, old: dict[str, Any] | None, new: dict[str, Any] | None, margin: float) -> Line:
+    """The verdict over a benchmark's entries in two runs (values of `entries`), each normalised by its control."""
     if old is None or new is None:
         return Line(name, MISSING, note=f"only in {'A' if new is None else 'B'}")
     if old["output_hash"] != new["output_hash"]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pykernels import native
+from pykernels.registry import backends
 from pykernels.roofline.machine import key_hash, machine_key
 
 
@@ -20,6 +21,12 @@ def _gpu(index: int) -> dict[str, str | int]:
         "gpu_memory": properties.total_memory,
         "cuda": str(torch.version.cuda or torch.version.hip),
     }
+
+
+def measurable() -> list[str]:
+    """Backends whose speed means something here: Triton's interpreter is none of them."""
+    gpu = torch.cuda.is_available()
+    return [n for n, s in backends().items() if s and n != "reference" and (gpu or n == "cpu")]
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -272,6 +272,13 @@ def problem(op: str, **columns: Any) -> Case:
     )
 
 
+def columns_of(case: Case) -> dict[str, Any]:
+    """The columns of a case of `problem`, with their values."""
+    grid = GRIDS[case.op]
+    found = (dict(zip(grid.columns, row, strict=True)) for row in grid.rows)
+    return next(columns for columns in found if row_name(columns) == case.name)
+
+
 def _build(build: Callable[..., dict[str, Any]], columns: Mapping[str, Any], make: Maker) -> dict[str, Any]:
     return build(make, **columns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,4 +66,29 @@ def extra_info(found: Measurement) -> dict[str, Any]:
         "stopped": timing.stopped,
         "noise": timing.noise,
         "calls_per_sample": timing.calls_per_sample,
+    }
+
+
+def entry(found: Measurement, params: dict[str, Any], control_seconds: float) -> dict[str, Any]:
+    """A measurement of a grid's row as the plugin would have written it: same names, so that files can be compared."""
+    samples = found.timing.samples
+    low, high = found.timing.quartiles
+    name = f"test_{found.op}[{found.backend}-{found.case}]"
+    return {
+        "name": name,
+        "fullname": f"bench/suite/test_{OPS[found.op].family}.py::{name}",
+        "group": f"test_{found.op}",
+        "params": {"backend": found.backend, **params},
+        "extra_info": {**extra_info(found), "control_seconds": control_seconds},
+        "stats": {
+            "min": min(samples),
+            "max": max(samples),
+            "mean": statistics.fmean(samples),
+            "stddev": statistics.stdev(samples),
+            "median": found.timing.median,
+            "q1": low,
+            "q3": high,
+            "rounds": len(samples),
+            "data": samples,
+        },
     }

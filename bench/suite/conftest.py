@@ -19,6 +19,7 @@ import torch
 from pykernels.bench import problems, suite_records
 from pykernels.bench.control import Control
 from pykernels.bench.harness import Measurement, StopRule, measure
+from pykernels.bench.machine import measurable
 from pykernels.bench.suite.grids import Bench
 from pykernels.registry import backends
 from pykernels.roofline import Ceilings
@@ -42,13 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header() -> list[str]:
     states = backends()
     missing = [f"{n}: {'; '.join(getattr(s, 'reasons', ()))}" for n, s in states.items() if not s]
-    return [f"measured backends: {', '.join(usable())}", *(f"not measured: {text}" for text in missing)]
-
-
-def usable() -> list[str]:
-    """Backends whose speed means something here: Triton's interpreter is none of them."""
-    gpu = torch.cuda.is_available()
-    return [n for n, s in backends().items() if s and n != "reference" and (gpu or n == "cpu")]
+    return [f"measured backends: {', '.join(measurable())}", *(f"not measured: {text}" for text in missing)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         found = problems.tables(mark.args[0], metafunc.config.getoption("--cases"))
         metafunc.parametrize("case", found, ids=str)
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", usable())
+        metafunc.parametrize("backend", measurable())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,7 +71,7 @@ def one_torch_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ceilings() -> Ceilings | None:
     """The limits of this machine's CPU; there are none yet for a GPU."""
-    return measure_ceilings() if "cpu" in usable() else None
+    return measure_ceilings() if "cpu" in measurable() else None
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ COMMANDS = {
     "check": "compare every op of the available backends with the reference on this machine",
     "report": "draw the page of a run, with benchmarks, profiles and an earlier run beside it",
     "profile": "run a benchmark's call under ncu, nsys, torch.profiler or perf, and read what it counted",
+    "bench": "time ops on this machine, under their roofs and beside an earlier run",
     "gate": "compare two revisions, or two files of the suite, and fail when an op became slower",
     "tune": "search tiles of the Triton kernels on this GPU, and write the table that they then use",
     "doctor": "show backends with the reasons why one is missing, ISA level, threads, versions",
