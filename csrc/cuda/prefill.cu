@@ -9,7 +9,7 @@ namespace {
 using namespace device;
 
 TileSource source_of(const Tensor& t, const Tensor& scales) {
-  return {TokenRows(t), Scales(scales), t.dtype, static_cast<int>(t.size[t.ndim - 1]), rows_aligned(t)};
+  return {TokenRows(t), Scales(scales), static_cast<int>(t.size[t.ndim - 1] * size_of(t.dtype))};
 }
 
 // `k` and `v` are ragged, or the caches.
@@ -41,6 +41,8 @@ cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& k, const Tensor& v
   if (q.size[0] == 0 || heads == 0) return cudaSuccess;
   const int dim = padded_head_dim(std::max(q.size[2], v.size[v.ndim - 1])), rows = prefill_rows(dim);
   a.q = source_of(q, {});
+  a.code = v.dtype;
+  a.aligned = rows_aligned(q) && rows_aligned(k) && rows_aligned(v) && (a.q.bytes | a.k.bytes | a.v.bytes) % 16 == 0;
   a.out = out.as<char>();
   a.out_row = out.stride[0] * bytes;
   a.out_head = out.stride[1] * bytes;
@@ -52,7 +54,7 @@ cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& k, const Tensor& v
   }
   a.scores = scores_of(mask);
   a.kv_heads = static_cast<int>(v.size[v.ndim - 2]);
-  a.group = static_cast<int>(heads / a.kv_heads);
+  a.group = Divider(heads / a.kv_heads);
   a.total_q = static_cast<int>(q.size[0]);
   a.dim_v = static_cast<int>(v.size[v.ndim - 1]);
   int capability;
@@ -60,7 +62,7 @@ cudaError_t run(PrefillArgs a, const Tensor& q, const Tensor& k, const Tensor& v
   if constexpr (kHasSm90) {
     if (prefill_on_wgmma(problem_of(q, k, v, capability))) return prefill_sm90(a, q, k, v, max_seqlen_q, max_seqlen_k, launch_on.stream);
   }
-  a.row_blocks = static_cast<int>(std::max<int64_t>(1, (max_seqlen_q * a.group + rows - 1) / rows));
+  a.row_blocks = static_cast<int>(std::max<int64_t>(1, (max_seqlen_q * a.group.divisor + rows - 1) / rows));
   return q.dtype == DType::f16 ? launch_prefill<__half>(a, dim, launch_on.stream) : launch_prefill<__nv_bfloat16>(a, dim, launch_on.stream);
 }
 

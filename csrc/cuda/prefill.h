@@ -7,8 +7,17 @@
 
 namespace pk::cuda {
 
+// Rows of q, k or v, and how they are read.
+struct TileSource {
+  device::TokenRows rows;
+  device::Scales scales;
+  int bytes;  // of a row; columns past it are zero
+};
+
 struct PrefillArgs {
-  device::TileSource q, k, v;
+  TileSource q, k, v;
+  bool aligned;  // every row of the three begins on 16 bytes
+  DType code;    // of a quantised cache
   char* out;
   int64_t out_row, out_head;  // bytes
   float* lse;                 // may be null
@@ -16,7 +25,8 @@ struct PrefillArgs {
   const int *cu_seqlens_q, *cu_seqlens_k, *seqlens_k;  // one of the last two is null
   device::Pages pages;
   device::Scores scores;
-  int batch, kv_heads, group, total_q, dim_v;
+  device::Divider group;  // query heads of a kv head
+  int batch, kv_heads, total_q, dim_v;
   int row_blocks;  // of the longest sequence
   bool out_aligned;
 };

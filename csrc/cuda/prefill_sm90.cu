@@ -44,13 +44,12 @@ cudaError_t prefill_sm90(PrefillArgs a, const Tensor& q, const Tensor& k, const 
                          cudaStream_t stream) {
   const int dim = padded_head_dim(std::max(q.size[2], int64_t{a.dim_v}));
   PrefillSm90Args p{};
-  p.tokens = prefill_sm90_rows(dim) / a.group;
+  p.tokens = prefill_sm90_rows(dim) / a.group.divisor;
   p.box = a.pages.table ? prefill_sm90_box(k.size[1]) : kPrefillSm90Keys;
   p.section = static_cast<int>(cached_heads(max_seqlen_k, dim));
-  p.group = device::Divider(a.group);
   a.row_blocks = static_cast<int>(std::max<int64_t>(1, (max_seqlen_q + p.tokens - 1) / p.tokens));
   p.common = a;
-  cudaError_t status = encode_queries(q, a.group, p.tokens, &p.q);
+  cudaError_t status = encode_queries(q, a.group.divisor, p.tokens, &p.q);
   if (status == cudaSuccess) status = encode_keys(k, p.box, &p.k);
   if (status == cudaSuccess) status = encode_keys(v, p.box, &p.v);
   if (status != cudaSuccess) return status;

@@ -56,9 +56,9 @@ struct Sm90Block {
 
   PK_DEVICE int key0(int tile) const { return last_key0 - tile * kKeys; }
   PK_DEVICE bool edge(int key0) const { return key0 < all_first || key0 + kKeys - 1 > all_last; }
-  PK_DEVICE int token(int row) const { return token0 + p.group.quotient(row); }
-  PK_DEVICE int head(int row) const { return kv_head * a.group + p.group.remainder(row, p.group.quotient(row)); }
-  PK_DEVICE bool exists(int row) const { return row < p.tokens * a.group && token(row) < q_len; }
+  PK_DEVICE int token(int row) const { return token0 + a.group.quotient(row); }
+  PK_DEVICE int head(int row) const { return kv_head * a.group.divisor + a.group.remainder(row, a.group.quotient(row)); }
+  PK_DEVICE bool exists(int row) const { return row < p.tokens * a.group.divisor && token(row) < q_len; }
   PK_DEVICE Span seen(int token_index) const { return seen_by(a.scores, token_index + k_len - q_len, k_len); }
 
   PK_DEVICE void find_tiles() {
@@ -76,10 +76,10 @@ struct Sm90Block {
 template <int D>
 PK_DEVICE void load_queries(const Sm90Block<D>& b) {
   using B = Sm90Block<D>;
-  mbarrier_arrive_expect(b.q_full(), static_cast<uint32_t>(B::kPanels * 128 * b.p.tokens * b.a.group));
+  mbarrier_arrive_expect(b.q_full(), static_cast<uint32_t>(B::kPanels * 128 * b.p.tokens * b.a.group.divisor));
 #pragma unroll
   for (int c = 0; c < B::kPanels; c++) {
-    tma_load(b.q + c * B::kRows * 128, &b.p.q, b.q_full(), c * 64, b.kv_head * b.a.group, b.q_start + b.token0);
+    tma_load(b.q + c * B::kRows * 128, &b.p.q, b.q_full(), c * 64, b.kv_head * b.a.group.divisor, b.q_start + b.token0);
   }
 }
 
@@ -353,7 +353,7 @@ PK_DEVICE void start(const Sm90Block<D>& b, unsigned* special) {
     mbarrier_init_fence();
   }
   // Idle rows: no copy fills them.
-  const int used = b.p.tokens * b.a.group * 8;
+  const int used = b.p.tokens * b.a.group.divisor * 8;
   for (int i = static_cast<int>(threadIdx.x); i < B::kRows * D / 8; i += B::kBlockThreads) {
     if (i % (B::kRows * 8) >= used) store_shared_128(b.q + i * 16, {0, 0, 0, 0});
   }
@@ -363,10 +363,10 @@ PK_DEVICE void start(const Sm90Block<D>& b, unsigned* special) {
 
 // Rows of no sequence: out = 0, lse = -inf.
 PK_DEVICE void pad_rows(const PrefillArgs& a, int kv_head, int q_end) {
-  const int rows = (a.total_q - q_end) * a.group;
+  const int rows = (a.total_q - q_end) * a.group.divisor;
   for (int64_t i = threadIdx.x; i < int64_t{rows} * a.dim_v; i += blockDim.x) {
     const int r = static_cast<int>(i / a.dim_v), column = static_cast<int>(i % a.dim_v);
-    const int row = q_end + r / a.group, head = kv_head * a.group + r % a.group;
+    const int row = q_end + r / a.group.divisor, head = kv_head * a.group.divisor + r % a.group.divisor;
     reinterpret_cast<uint16_t*>(a.out + row * a.out_row + head * a.out_head)[column] = 0;
     if (a.lse && column == 0) a.lse[head * a.lse_head + row * a.lse_row] = -INFINITY;
   }

@@ -19,7 +19,6 @@ struct PrefillSm90Args {
   int tokens;          // queries of a block
   int box;
   int section;  // pairs of sequence and kv head that share the second-level cache
-  device::Divider group;
 };
 
 // The arguments must satisfy `prefill_on_wgmma` (tiles.h). `dim` is padded to 64 or 128.

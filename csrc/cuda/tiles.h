@@ -8,9 +8,18 @@ namespace pk::cuda {  // constexpr: for kernels too
 // Head dims are padded to the next of these with zeros: each is a build of its own.
 constexpr int padded_head_dim(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
 
-// Query rows of a block of prefill attention, by padded head dim. Two fragments a warp halve its reads of K and V; past 64 columns
-// there is no room for their outputs.
-constexpr int prefill_rows(int dim) { return dim <= 64 ? 128 : 64; }
+// Query rows of a block of prefill attention of four warps, by padded head dim. 32 rows a warp halve its reads of K and V; at 256
+// columns the outputs of 16 fill half of the registers.
+constexpr int prefill_rows(int dim) { return dim <= 128 ? 128 : 64; }
+// Keys of a tile: scores of more do not fit beside such outputs.
+constexpr int prefill_keys(int dim) { return dim <= 128 ? 64 : 32; }
+// Tiles of K and V in shared memory: two blocks on a multiprocessor of sm_80 (82 KiB each), one on the smaller ones (99 KiB in all).
+constexpr int prefill_stages(int dim, bool codes) { return codes ? 2 : dim <= 64 ? 4 : 3; }
+// Bytes of shared memory of a block, in the order of prefill.cuh.
+constexpr int64_t prefill_shared_bytes(int dim, bool codes) {
+  const int64_t rows = prefill_rows(dim), keys = prefill_keys(dim), tile = keys * dim * 2;
+  return rows * dim * 2 + prefill_stages(dim, codes) * (codes ? tile / 2 : tile) + (codes ? 2 * tile + 2 * keys * 4 : 0) + rows * 16;
+}
 
 // Prefill attention on sm_90a. Rows of a block, 64 to each consumer warpgroup: with 128 columns, scores, output and weights take
 // 160 registers of a thread, so that two warpgroups fit; with 64 they take 128 and three fit, which read K and V once for more rows.

@@ -8,18 +8,19 @@ namespace pk::device {
 
 // Division by a number that is known at launch: one multiplication. Dividends are below 2^31.
 struct Divider {
-  uint32_t divisor = 1, magic = 1, shift = 0;
+  int divisor = 1;
+  uint32_t magic = 1, shift = 0;
 
   Divider() = default;
-  explicit Divider(int64_t by) : divisor(static_cast<uint32_t>(by)) {
-    while (shift < 31 && (uint64_t{1} << shift) < divisor) shift++;
-    magic = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor) / divisor + 1);
+  explicit Divider(int64_t by) : divisor(static_cast<int>(by)) {
+    while (shift < 31 && (int64_t{1} << shift) < by) shift++;
+    magic = static_cast<uint32_t>((uint64_t{1} << 32) * static_cast<uint64_t>((int64_t{1} << shift) - by) / static_cast<uint64_t>(by) + 1);
   }
   PK_DEVICE int quotient(int n) const {
     const auto u = static_cast<uint32_t>(n);
     return static_cast<int>((__umulhi(u, magic) + u) >> shift);
   }
-  PK_DEVICE int remainder(int n, int quotient) const { return n - quotient * static_cast<int>(divisor); }
+  PK_DEVICE int remainder(int n, int quotient) const { return n - quotient * divisor; }
 };
 
 // Token t of a sequence is slot {page, offset}. A ragged tensor is one page of all its tokens.
@@ -33,12 +34,12 @@ struct Pages {
   int64_t table_stride = 0;
   Divider page_size;
 
-  // `first` is the sequence's first token in a ragged tensor.
-  PK_DEVICE Slot slot(int batch, int first, int token) const {
-    if (!table) return {0, first + token};
-    const int index = page_size.quotient(token);
-    return {table[batch * table_stride + index], page_size.remainder(token, index)};
+  PK_DEVICE int page(int batch, int token) const { return table ? table[batch * table_stride + page_size.quotient(token)] : 0; }
+  // The slot of a token whose page is known. `first` is the sequence's first token in a ragged tensor.
+  PK_DEVICE Slot slot_in(int page, int first, int token) const {
+    return {page, table ? page_size.remainder(token, page_size.quotient(token)) : first + token};
   }
+  PK_DEVICE Slot slot(int batch, int first, int token) const { return slot_in(page(batch, token), first, token); }
 };
 
 // Keys or values [pages, page_size, kv_heads, dim], or [tokens, kv_heads, dim]: bytes between neighbours.
@@ -53,7 +54,9 @@ struct TokenRows {
     token = t.stride[t.ndim - 3] * bytes;
     head = t.stride[t.ndim - 2] * bytes;
   }
-  PK_DEVICE int64_t offset(Slot s, int kv_head) const { return s.page * page + s.offset * token + kv_head * head; }
+  PK_DEVICE int64_t offset(Slot s, int kv_head) const {  // factors without a sign: two instructions each
+    return static_cast<uint32_t>(s.page) * page + static_cast<uint32_t>(s.offset) * token + static_cast<uint32_t>(kv_head) * head;
+  }
   PK_DEVICE const char* row(Slot s, int kv_head) const { return data + offset(s, kv_head); }
 };
 
@@ -72,7 +75,7 @@ struct Scales {
     if (t.ndim > 0) head = t.stride[t.ndim - 1];
   }
   PK_DEVICE float at(Slot s, int kv_head) const { return data[s.page * page + s.offset * token + kv_head * head]; }
-  PK_DEVICE float shared(int kv_head) const { return data[kv_head * head]; }  // where they are not per token
+  PK_DEVICE float shared(int kv_head) const { return data && !per_token ? data[kv_head * head] : 1.f; }  // 1 where each has its own
 };
 
 }  // namespace pk::device

@@ -71,6 +71,18 @@ PK_DEVICE void store_shared_128(uint32_t address, uint4 v) {
 }
 PK_DEVICE void store_shared_32(uint32_t address, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 
+PK_DEVICE float2 load_shared_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+// x, of which the compiler knows nothing: what follows from it is worked out here, and not kept in registers from before a loop.
+PK_DEVICE int hidden(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // A turn of a spin loop.
 PK_DEVICE void spin_hint() { __nanosleep(20); }
 
@@ -123,6 +135,9 @@ PK_DEVICE void store_global_128(void* p, uint4 v) { emu::store_vector(p, v); }
 PK_DEVICE uint4 load_shared_128(uint32_t address) { return emu::load_vector(::emu::self().shared + address); }
 PK_DEVICE void store_shared_128(uint32_t address, uint4 v) { emu::store_vector(::emu::self().shared + address, v); }
 PK_DEVICE void store_shared_32(uint32_t address, uint32_t v) { *reinterpret_cast<uint32_t*>(::emu::self().shared + address) = v; }
+PK_DEVICE float2 load_shared_float2(uint32_t address) { return *reinterpret_cast<const float2*>(::emu::self().shared + address); }
+
+PK_DEVICE int hidden(int x) { return x; }
 
 inline void spin_hint(EMU_HERE) { emu::yield(EMU_SITE); }
 

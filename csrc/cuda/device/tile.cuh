@@ -13,6 +13,13 @@ PK_DEVICE uint32_t chunk_at(int row, int chunk) {
   return static_cast<uint32_t>((chunk / 8 * Rows + row) * 128 + ((chunk % 8 ^ (row & 7)) << 4));
 }
 
+// From the address of chunk 0 or 1 of a row, the one `rows` (a multiple of eight) and `chunks` (of two) further. The tile begins on
+// 128 bytes, so that the permutation is one exclusive or: a register and no more for all that a lane reads of a tile.
+template <int Rows>
+PK_DEVICE uint32_t further(uint32_t at, int rows, int chunks) {
+  return (at ^ static_cast<uint32_t>(chunks % 8 << 4)) + static_cast<uint32_t>((chunks / 8 * Rows + rows) * 128);
+}
+
 // Rows of a tile that one warp brings. Each lane knows the row lane % Count, so that where a token lies is worked out once a row.
 template <int Count>
 struct WarpRows {
@@ -34,16 +41,23 @@ PK_DEVICE uint4 load_bytes(const char* row, int at, int bytes) {
 
 // Where a warp puts 16-byte chunks that it copies. 16-bit numbers: where ldmatrix reads them, four rows of a panel at a time.
 // Codes: in the order of steps and lanes, since the lane that copies a chunk also widens it; eight rows at a time, whose widened
-// chunks then lie in different banks.
+// chunks then lie in different banks. All follows from the lane, which is hidden from the compiler: it would keep each place in a
+// register throughout the main loop.
 template <int Rows, int D, bool kCodes>
 struct Chunks {
-  static constexpr int kRowsAtOnce = kCodes ? 8 : 4, kAcross = D / 64;
-  PK_DEVICE static int row(int i) { return i * kRowsAtOnce + lane() / (kCodes ? 1 : 8) % kRowsAtOnce; }
-  PK_DEVICE static int chunk(int c) { return kCodes ? c * 4 + lane() / 8 : c * 8 + lane() % 8; }
-  PK_DEVICE static uint32_t place(int i, int c) {
-    return kCodes ? static_cast<uint32_t>((i * kAcross + c) * 32 + lane()) * 16 : chunk_at<Rows>(row(i), chunk(c));
+  static constexpr int kRowsAtOnce = kCodes ? 8 : 4, kAcross = D / 64, kChunksAtOnce = kCodes ? 4 : 8;
+  int lane = hidden(static_cast<int>(threadIdx.x) % 32);
+
+  PK_DEVICE int row(int i) const { return i * kRowsAtOnce + (kCodes ? lane % 8 : lane / 8); }
+  PK_DEVICE int chunk(int c) const { return c * kChunksAtOnce + (kCodes ? lane / 8 : lane % 8); }
+  PK_DEVICE uint32_t place(uint32_t to, int i, int c) const {
+    if (kCodes) return to + static_cast<uint32_t>(((i * kAcross + c) * 32 + lane) * 16);
+    return ((to + chunk_at<Rows>(lane / 8, lane % 8)) ^ i % 2 * 64) + static_cast<uint32_t>((i * kRowsAtOnce + c * Rows) * 128);
   }
-  PK_DEVICE static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  // Of a code's chunk: where its `half`th eight lie widened.
+  PK_DEVICE uint32_t widened(uint32_t to, int i, int c, int half) const {
+    return ((to + chunk_at<Rows>(lane % 8, lane / 8 * 2)) ^ half * 16) + static_cast<uint32_t>((i * kRowsAtOnce + c * Rows) * 128);
+  }
 };
 
 // The warp copies its rows, `bytes` of each, to `to`: its first row in a tile [Rows, D] (a multiple of eight), or its room for codes.
@@ -51,14 +65,17 @@ struct Chunks {
 template <int Rows, int D, bool kCodes, int Count>
 PK_DEVICE void fetch_rows(uint32_t to, const char* data, const WarpRows<Count>& rows, int bytes, bool aligned) {
   using At = Chunks<Rows, D, kCodes>;
+  const At own;
+  const uint32_t exist = rows.exist >> own.row(0);
   if (aligned) {
+    const char* base = data + own.chunk(0) * 16;
 #pragma unroll
     for (int i = 0; i < Count / At::kRowsAtOnce; i++) {
-      const char* from = data + __shfl_sync(kFullWarp, rows.at, At::row(i)) + At::chunk(0) * 16;
+      const char* from = base + __shfl_sync(kFullWarp, rows.at, own.row(i));
 #pragma unroll
       for (int c = 0; c < At::kAcross; c++) {
-        const bool exists = (rows.exist >> At::row(i) & 1) && At::chunk(c) * 16 < bytes;
-        cp_async_16(to + At::place(i, c), from + (At::chunk(c) - At::chunk(0)) * 16, exists);
+        const bool exists = (exist >> i * At::kRowsAtOnce & 1) && own.chunk(c) * 16 < bytes;
+        cp_async_16(own.place(to, i, c), from + c * At::kChunksAtOnce * 16, exists);
       }
     }
     return;
@@ -66,8 +83,8 @@ PK_DEVICE void fetch_rows(uint32_t to, const char* data, const WarpRows<Count>& 
 #pragma unroll 1
   for (int step = 0; step < Count / At::kRowsAtOnce * At::kAcross; step++) {
     const int i = step / At::kAcross, c = step % At::kAcross;
-    const char* from = data + __shfl_sync(kFullWarp, rows.at, At::row(i));
-    store_shared_128(to + At::place(i, c), load_bytes(from, At::chunk(c) * 16, rows.exist >> At::row(i) & 1 ? bytes : 0));
+    const char* from = data + __shfl_sync(kFullWarp, rows.at, own.row(i));
+    store_shared_128(own.place(to, i, c), load_bytes(from, own.chunk(c) * 16, exist >> i * At::kRowsAtOnce & 1 ? bytes : 0));
   }
 }
 
@@ -75,71 +92,17 @@ PK_DEVICE void fetch_rows(uint32_t to, const char* data, const WarpRows<Count>& 
 template <class T, int Rows, int D, bool kUnit, int Count>
 PK_DEVICE void widen_rows(uint32_t to, uint32_t codes, DType type, uint32_t power) {
   using At = Chunks<Rows, D, true>;
+  const At own;
 #pragma unroll 1
   for (int i = 0; i < Count / At::kRowsAtOnce; i++) {
-    const uint32_t own = kUnit ? power : __shfl_sync(kFullWarp, power, At::row(i));
+    const uint32_t factor = kUnit ? power : __shfl_sync(kFullWarp, power, own.row(i));
 #pragma unroll
     for (int c = 0; c < At::kAcross; c++) {
       uint32_t pairs[8];
-      widen<T, kUnit>(type, load_shared_128(codes + At::place(i, c)), own, pairs);
-      store_shared_128(to + chunk_at<Rows>(At::row(i), 2 * At::chunk(c)), {pairs[0], pairs[1], pairs[2], pairs[3]});
-      store_shared_128(to + chunk_at<Rows>(At::row(i), 2 * At::chunk(c) + 1), {pairs[4], pairs[5], pairs[6], pairs[7]});
+      widen<T, kUnit>(type, load_shared_128(own.place(codes, i, c)), factor, pairs);
+      store_shared_128(own.widened(to, i, c, 0), {pairs[0], pairs[1], pairs[2], pairs[3]});
+      store_shared_128(own.widened(to, i, c, 1), {pairs[4], pairs[5], pairs[6], pairs[7]});
     }
-  }
-}
-
-// Where the rows of a tile come from, and how they are read.
-struct TileSource {
-  TokenRows rows;
-  Scales scales;
-  DType type;    // of what is stored: codes are widened to the tile's type
-  int dim;       // columns past it are zero
-  bool aligned;  // every row begins on 16 bytes
-  PK_DEVICE bool copied() const { return aligned && size_of_stored() == 2; }
-  PK_DEVICE int size_of_stored() const { return type == DType::i8 || type == DType::fp8_e4m3 ? 1 : 2; }
-};
-
-// Eight elements of a row in the tile's type T, by plain loads: for codes, and for rows that are not aligned.
-template <class T>
-PK_DEVICE uint4 widened(const TileSource& s, const char* row, int chunk, float scale) {
-  uint32_t pair[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (s.size_of_stored() == 2) {
-      const auto* p = reinterpret_cast<const uint16_t*>(row) + chunk * 8 + 2 * i;
-      pair[i] = p[0] | static_cast<uint32_t>(p[1]) << 16;
-    } else {
-      const auto* p = reinterpret_cast<const uint8_t*>(row) + chunk * 8 + 2 * i;
-      pair[i] = pack<T>(decode(s.type, p[0]) * scale, decode(s.type, p[1]) * scale);
-    }
-  }
-  return {pair[0], pair[1], pair[2], pair[3]};
-}
-
-// Fills a tile [Rows, D]: `find(row)` gives the slot of a row and `head(row)` its head; rows without a slot are zero.
-template <class T, int Rows, int D, class Find, class Head>
-PK_DEVICE void load_tile(uint32_t to, const TileSource& s, Find&& find, Head&& head) {
-  constexpr int kChunks = D / 8;
-  if (s.copied()) {
-#pragma unroll 4  // all at once would hold an address for each
-    for (int i = 0; i < Rows * kChunks / kThreads; i++) {
-      const int index = i * kThreads + static_cast<int>(threadIdx.x), row = index / kChunks, chunk = index % kChunks;
-      const Slot slot = find(row);
-      const bool valid = slot.exists() && chunk * 8 < s.dim;
-      cp_async_16(to + chunk_at<Rows>(row, chunk), valid ? s.rows.row(slot, head(row)) + chunk * 16 : s.rows.data, valid);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int index = static_cast<int>(threadIdx.x); index < Rows * kChunks; index += kThreads) {
-    const int row = index / kChunks, chunk = index % kChunks;
-    const Slot slot = find(row);
-    uint4 v{0, 0, 0, 0};
-    if (slot.exists() && chunk * 8 < s.dim) {
-      const float scale = s.scales.data ? s.scales.at(slot, head(row)) : 1.f;
-      v = widened<T>(s, s.rows.row(slot, head(row)), chunk, scale);
-    }
-    store_shared_128(to + chunk_at<Rows>(row, chunk), v);
   }
 }
 
