@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,6 +75,26 @@ def test_agrees_with_the_reference_under_every_schedule(case: Case, dtype: torch
             for tensor in OPS[case.op].tensors:
                 if tensor.mutated and args[tensor.name] is not None:
                     assert same_bits(again[tensor.name], args[tensor.name]).all(), (capability, settings, tensor.name)
+
+
+def test_a_key_above_all_others_gives_its_value_exactly() -> None:
+    """Its weight is 1 however large its logit: the maximum is subtracted before a product with the scale rounds."""
+    case = next(c for c in cases("prefill_attention") if c.name == "huge_logits")
+    for capability in (90, 80):
+        args = arguments(case, torch.bfloat16) | {"causal": False}
+        EmulatedCuda(races=False, capability=capability).run("prefill_attention", args)
+        group = args["q"].shape[1] // args["k"].shape[1]
+        q, k, v = args["q"].double(), *(args[n].repeat_interleave(group, 1) for n in "kv")
+        found = 0
+        ends = list(zip(args["cu_seqlens_q"].tolist(), args["cu_seqlens_k"].tolist(), strict=True))
+        for (q0, k0), (q1, k1) in pairwise(ends):
+            logits = torch.einsum("qhd,khd->qhk", q[q0:q1], k[k0:k1].double()) * args["softmax_scale"]
+            best = logits.topk(2, dim=-1)
+            clear = best.values[..., 0] - best.values[..., 1] > 200
+            values = v[k0:k1].gather(0, best.indices[..., :1].expand(-1, -1, v.shape[-1]))
+            assert torch.equal(args["out"][q0:q1][clear], values[clear]), capability
+            found += int(clear.sum())
+        assert found > 500
 
 
 @pytest.mark.parametrize("op", ["copy_pages", "swap_pages"])
