@@ -13,7 +13,7 @@ import torch
 from .. import native
 from ..kv_cache import PagedKVCache
 from ..models.checkpoint import Checkpoint, load_checkpoint
-from ..models.decoder import EXACT, Decoder, Precision
+from ..models.decoder import EXACT, LANE_BACKENDS, Decoder, Precision
 from .engine import CHUNK, Engine
 from .request import Completion, Request, SamplingParams
 
@@ -49,7 +49,7 @@ class Generator:
             backend: "auto" or the name of one backend for every op.
             kv: format of the KV cache: "auto" (the compute type), "float32", "bfloat16", "int8" or "fp8_e4m3".
             weights: "auto" keeps the file's format, or what to convert to.
-            compute: "auto" quantises activations in front of quantised weights and keeps K and V in bfloat16;
+            compute: "auto" keeps K and V in bfloat16 and, on the CPU, quantises activations in front of quantised weights;
                 "float32" quantises nothing (with weights="float32" and kv="auto": the model as its authors trained it).
             threads: size of the CPU thread team; the CPUs of this process when None.
             max_batch: most requests that run at once.
@@ -63,7 +63,8 @@ class Generator:
             raise ValueError(f"compute must be one of {', '.join(COMPUTE)}, got {compute!r}")
         if threads is not None:
             native.module().set_num_threads(threads)
-        precision = EXACT if compute == "float32" else Precision()
+        activations = "int8" if backend in LANE_BACKENDS else "float"
+        precision = EXACT if compute == "float32" else Precision(activations=activations)
         precision = replace(precision, weights=weights)
         if kv in ("float32", "bfloat16", "float16"):
             precision = replace(precision, attention=getattr(torch, kv))

@@ -20,6 +20,8 @@ from ..ranges import span
 from .config import ModelConfig, inv_freq
 from .weights import LayerWeights, ModelWeights, WeightSource
 
+# Backends whose matrices are packed for vector lanes, and which quantise activations; the others read plain weights.
+LANE_BACKENDS = ("auto", "cpu", "reference")
 WEIGHT_MODES = ("auto", "float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1")
 
 
@@ -117,6 +119,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, precision: Precision, backend: str = "auto") -> None:
         self.config, self.precision, self.backend = config, precision, backend
+        self.layout = "rows16" if backend in LANE_BACKENDS else "plain"
         self.inv_freq = inv_freq(config)
         self.window = (-1, -1) if config.sliding_window is None else (config.sliding_window - 1, 0)
         layers = [self._pack_layer(layer) for layer in weights.layers]
@@ -147,9 +150,9 @@ class Decoder:
         same = len({s.format for s in sources}) == 1
         if wanted == "auto" and same:
             parts = [PackedWeight.from_plain(s.raw(), s.format, (s.shape[0], s.shape[1])) for s in sources]
-            return PackedWeight.concat(parts).to_layout("rows16")
+            return PackedWeight.concat(parts).to_layout(self.layout)
         rows = torch.cat([s.float32() for s in sources])
-        return pack_weight(rows, "float32" if wanted == "auto" else wanted, layout="rows16")
+        return pack_weight(rows, "float32" if wanted == "auto" else wanted, layout=self.layout)
 
     @property
     def weight_bytes(self) -> int:
