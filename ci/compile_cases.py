@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from compile_gate import NVIDIA, Expectation
 
 from pykernels.triton import activation, decode, kv_cache, linear, norm, prefill, rope, sampling
 
 BF16, F32, FP8, INT8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8
 I32, I64 = torch.int32, torch.int64
-NVIDIA = ("sm80", "sm90", "sm100")
 EVERYWHERE = (*NVIDIA, "gfx942")
 MASK = dict(
     causal=True, softmax_scale=0.09, window_left=-1, window_right=-1, softcap=0.0, alibi_slopes=None, sinks=None
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """What a case's kernel must hold: tensor cores at all; on `wide` targets only the widest instruction; loop lengths."""
-
-    tensor: bool = False
-    wide: tuple[str, ...] = ()
-    longest: Mapping[str, int] = field(default_factory=dict)
+ANYTHING = Expectation()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of a launcher, the kernels of it that are measured, and on which targets."""
+    """A call of a launcher, the kernels of it that are measured, and on which targets. `expected` is of the first kernel."""
 
     call: Callable[[], None]
     kernels: tuple[str, ...]
     targets: tuple[str, ...] = EVERYWHERE
     quick: tuple[str, ...] = ()
-    expected: Expectation = Expectation()
+    expected: Expectation = ANYTHING
+
+
+def loop_work(kernel: str, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """(multiply-adds, steps of 16 along what the products sum over) of a turn of a kernel's main loop for one block."""
+    a = arguments
+    if kernel == "attention":
+        return a["BLOCK_M"] * a["BLOCK_N"] * (a["D_PAD"] + a["DV_PAD"]), (a["D_PAD"] + a["BLOCK_N"]) // 16
+    if kernel == "gemv_rows":
+        return a["BLOCK_N"] * a["BLOCK_K"] * a["TOKENS"], a["BLOCK_K"] // 16
+    if kernel == "gemv_blocks":
+        return a["BLOCK_N"] * a["GROUPS"] * 32 * a["TOKENS"], a["GROUPS"] * 2
+    return 0, 0
 
 
 def _empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -62,16 +68,20 @@ def _ragged(dim: int, dtype: torch.dtype = BF16, **mask: Any) -> Callable[[], No
     )  # fmt: skip
 
 
-def _paged(dim: int, dtype: torch.dtype = BF16, scales: str = "", **mask: Any) -> Callable[[], None]:
-    q = _empty(256, 32, dim)
+def _paged(
+    dim: int, dtype: torch.dtype = BF16, scales: str = "", q_dtype: torch.dtype = BF16, **mask: Any
+) -> Callable[[], None]:
+    q = _empty(256, 32, dim, dtype=q_dtype)
     return lambda: prefill.paged_prefill_attention(
         q=q, **_cache(dtype, scales, dim), **_pages(), cu_seqlens_q=torch.zeros(5, dtype=I32), max_seqlen_q=128,
         max_seqlen_k=8192, **{**MASK, **mask}, out=torch.empty_like(q), lse=_empty(32, 256, dtype=F32),
     )  # fmt: skip
 
 
-def _decode(dim: int, dtype: torch.dtype = BF16, scales: str = "", heads: int = 32, **mask: Any) -> Callable[[], None]:
-    q = _empty(4, heads, dim)
+def _decode(
+    dim: int, dtype: torch.dtype = BF16, scales: str = "", heads: int = 32, q_dtype: torch.dtype = BF16, **mask: Any
+) -> Callable[[], None]:
+    q = _empty(4, heads, dim, dtype=q_dtype)
     return lambda: decode.paged_decode_attention(
         q=q, **_cache(dtype, scales, dim), **_pages(), **{**MASK, **mask}, split_size=0, workspace=None,
         out=torch.empty_like(q), lse=_empty(heads, 4, dtype=F32),
@@ -121,33 +131,77 @@ def _verify() -> None:
 
 ATTENTION = ("attention",)
 HOPPER = ("sm90", "sm100")
-PREFILL = Expectation(tensor=True, wide=HOPPER)
-DECODE = Expectation(tensor=True)
-# The lengths that a prototype of the same kernel reached, per warp and turn; `128` rows x `128` keys count twice 64 keys.
+AMPERE = ("sm80", "sm90")
+TENSOR = Expectation(tensor=True)
+EVERY_MASK = dict(window_left=4095, softcap=50.0, alibi_slopes=torch.empty(32), sinks=torch.empty(32))
+WIDTHS = (64, 128, 256)
+CODED = [
+    (f"{name}-{scales}", dtype, scales)
+    for dtype, name in ((FP8, "fp8"), (INT8, "int8"))
+    for scales in ("tensor", "token")
+]
+
+
+def _wide(**longest: int) -> Expectation:
+    """Both products on the widest instruction of Hopper and Blackwell; the lengths that a prototype of the kernel reached."""
+    return Expectation(True, HOPPER, longest)
+
+
+def _prefill_cases() -> dict[str, Case]:
+    cases = {f"prefill-d{d}": Case(_ragged(d), ATTENTION, expected=_wide()) for d in WIDTHS}
+    # 128 rows x 128 keys: twice 64 keys, for which 352 instructions are allowed below.
+    cases["prefill-d128"] = Case(_ragged(128), ATTENTION, quick=AMPERE, expected=_wide(sm90=506))
+    for d in WIDTHS:
+        cases |= {
+            f"prefill-d{d}-window": Case(
+                _ragged(d, window_left=4095), ATTENTION, NVIDIA, expected=_wide(**({"sm90": 352} if d == 128 else {}))
+            ),
+            f"prefill-d{d}-every-mask": Case(_ragged(d, **EVERY_MASK), ATTENTION, AMPERE, expected=_wide()),
+            f"prefill-d{d}-float32": Case(_ragged(d, F32), ATTENTION, AMPERE),
+            f"paged-d{d}": Case(_paged(d), ATTENTION, EVERYWHERE if d == 128 else NVIDIA, expected=_wide()),
+            f"paged-d{d}-every-mask": Case(_paged(d, **EVERY_MASK), ATTENTION, AMPERE, expected=_wide()),
+        }
+        for name, dtype, scales in CODED:
+            targets = EVERYWHERE if d == 128 else HOPPER
+            longest = {"sm90": 391} if (d, name) == (128, "fp8-tensor") else {}
+            quick = tuple(longest)
+            cases[f"paged-d{d}-{name}"] = Case(_paged(d, dtype, scales), ATTENTION, targets, quick, _wide(**longest))
+    cases |= {
+        "prefill-d96": Case(_ragged(96), ATTENTION, AMPERE, expected=_wide()),  # padded to 128: no descriptors
+        "prefill-d128-float16": Case(_ragged(128, torch.float16), ATTENTION, AMPERE, expected=_wide()),
+        "prefill-d128-full": Case(_ragged(128, causal=False), ATTENTION, AMPERE, expected=_wide()),
+        "paged-d128-float16-fp8": Case(
+            _paged(128, FP8, "tensor", torch.float16), ATTENTION, ("sm90",), expected=_wide()
+        ),
+        "paged-d128-float32": Case(_paged(128, F32, q_dtype=F32), ATTENTION, AMPERE),
+    }
+    return cases
+
+
+def _decode_cases() -> dict[str, Case]:
+    cases: dict[str, Case] = {}
+    for d in WIDTHS:
+        cases |= {
+            f"decode-d{d}": Case(_decode(d), ATTENTION, NVIDIA if d == 256 else EVERYWHERE, expected=TENSOR),
+            f"decode-d{d}-every-mask": Case(_decode(d, **EVERY_MASK), ATTENTION, AMPERE, expected=TENSOR),
+            f"decode-d{d}-float32": Case(_decode(d, F32, q_dtype=F32), ATTENTION, AMPERE),
+        }
+        for name, dtype, scales in CODED:
+            targets = EVERYWHERE if d == 128 else HOPPER
+            longest = {"sm90": 474} if (d, name) == (128, "fp8-tensor") else {}
+            cases[f"decode-d{d}-{name}"] = Case(
+                _decode(d, dtype, scales), ATTENTION, targets, tuple(longest), Expectation(True, HOPPER, longest)
+            )
+    kernels = ("attention", "merge_splits")
+    cases["decode-d128"] = Case(_decode(128), kernels, quick=AMPERE, expected=TENSOR)
+    cases["decode-d128-group2"] = Case(_decode(128, heads=16), ATTENTION, NVIDIA, expected=TENSOR)
+    cases["decode-d128-group1"] = Case(_decode(128, heads=8), ATTENTION, ("sm90",), expected=TENSOR)
+    return cases
+
+
 CASES: dict[str, Case] = {
-    "prefill-d64": Case(_ragged(64), ATTENTION, expected=PREFILL),
-    "prefill-d128": Case(_ragged(128), ATTENTION, quick=("sm80", "sm90"), expected=Expectation(True, HOPPER, {"sm90": 506})),
-    "prefill-d256": Case(_ragged(256), ATTENTION, expected=PREFILL),
-    "prefill-d128-float32": Case(_ragged(128, F32), ATTENTION, ("sm80", "sm90")),
-    "prefill-d128-window": Case(_ragged(128, window_left=4095), ATTENTION, ("sm80", "sm90"), expected=PREFILL),
-    "prefill-d256-softcap": Case(_ragged(256, softcap=50.0, window_left=4095), ATTENTION, ("sm90",), expected=PREFILL),
-    "paged-d64": Case(_paged(64), ATTENTION, ("sm90",), expected=PREFILL),
-    "paged-d128": Case(_paged(128), ATTENTION, quick=("sm90",), expected=PREFILL),
-    "paged-d256": Case(_paged(256), ATTENTION, ("sm90",), expected=PREFILL),
-    "paged-d128-window": Case(_paged(128, window_left=4095), ATTENTION, ("sm90",), expected=PREFILL),
-    "paged-d128-fp8": Case(_paged(128, FP8, "tensor"), ATTENTION, ("sm90", "sm100"), ("sm90",),
-                           Expectation(True, HOPPER, {"sm90": 391})),
-    "paged-d128-fp8-token": Case(_paged(128, FP8, "token"), ATTENTION, ("sm90",), expected=PREFILL),
-    "paged-d128-int8-token": Case(_paged(128, INT8, "token"), ATTENTION, ("sm90",), expected=PREFILL),
-    "paged-d64-int8-token": Case(_paged(64, INT8, "token"), ATTENTION, ("sm90",), expected=PREFILL),
-    "paged-d256-fp8-token": Case(_paged(256, FP8, "token"), ATTENTION, ("sm90",), expected=PREFILL),
-    "decode-d64": Case(_decode(64, heads=24), ATTENTION, expected=DECODE),
-    "decode-d128": Case(_decode(128), ("attention", "merge_splits"), quick=("sm80", "sm90"), expected=DECODE),
-    "decode-d256": Case(_decode(256), ATTENTION, ("sm90",), expected=DECODE),
-    "decode-d128-fp8": Case(_decode(128, FP8, "tensor"), ATTENTION, ("sm90", "sm100"), ("sm90",),
-                            Expectation(True, HOPPER, {"sm90": 482})),
-    "decode-d128-fp8-token": Case(_decode(128, FP8, "token"), ATTENTION, ("sm80", "sm90"), expected=DECODE),
-    "decode-d128-int8-token": Case(_decode(128, INT8, "token"), ATTENTION, ("sm80", "sm90", "gfx942"), expected=DECODE),
+    **_prefill_cases(),
+    **_decode_cases(),
     "merge-states": Case(lambda: decode.merge_attention_states(
         out_a=_empty(64, 32, 128), lse_a=_empty(32, 64, dtype=F32), out_b=_empty(64, 32, 128), lse_b=_empty(32, 64, dtype=F32),
         out=_empty(64, 32, 128), lse=_empty(32, 64, dtype=F32)), ("merge_states",), ("sm90",)),
@@ -168,7 +222,17 @@ CASES: dict[str, Case] = {
     "sample": Case(_sample(False), ("scan", "finish", "top_logprobs"), ("sm90",), ("sm90",)),
     "sample-penalties": Case(_sample(True), ("count_tokens", "scan"), ("sm90",)),
     "verify": Case(_verify, ("prefixes", "verify"), ("sm90",)),
-    **{f"linear-{name}": Case(_linear(name, size), (kernel,), ("sm80", "sm90"), expected=DECODE) for name, size, kernel in (
+    **{f"linear-{name}": Case(_linear(name, size), (kernel,), AMPERE, expected=TENSOR) for name, size, kernel in (
         ("dense", 0, "gemv_rows"), ("int8", 4100, "gemv_rows"), ("fp8_e4m3", 4100, "gemv_rows"), ("q4_0", 128 * 18, "gemv_blocks"),
         ("q4_1", 128 * 20, "gemv_blocks"), ("q8_0", 128 * 34, "gemv_blocks"))},
 }  # fmt: skip
+
+
+def expectations(quick: bool = False) -> dict[str, Expectation]:
+    """Every row that the table must have, `case/kernel/target`, and what it must hold."""
+    return {
+        f"{name}/{kernel}/{target}": case.expected if kernel == case.kernels[0] else ANYTHING
+        for name, case in CASES.items()
+        for target in (case.quick if quick else case.targets)
+        for kernel in case.kernels
+    }

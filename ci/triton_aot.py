@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from compile_gate import multiply_adds
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -113,7 +114,7 @@ _KINDS = [
     ("ldg", r"(LDG|LD\.)"),
     ("lds", r"(LDS|LDSM|LDTM)"),
     ("sts", r"(STS|STSM|STTM)"),
-    ("spill", r"(LDL|STL)"),
+    ("spill", r"(LDL|STL)\b"),
     ("mufu", r"MUFU"),
     ("shfl", r"(SHFL|REDUX)"),
     ("convert", r"(F2F|F2I|I2F|F2FP|I2FP|HADD2|HMUL2|HFMA2)"),
@@ -121,28 +122,39 @@ _KINDS = [
     ("float", r"(FFMA|FMUL|FADD|FMNMX|FSEL|FSETP)"),
     ("int", r"(IADD|IMAD|LEA|IMNMX|VIMNMX|VIADD|IABS|SEL)"),
 ]
-COUNTED = [name for name, _ in _KINDS]
+_AMD_KINDS = [
+    ("tensor", r"v_mfma"),
+    ("ldg", r"(global|buffer|flat)_load"),
+    ("lds", r"ds_read"),
+    ("sts", r"ds_write"),
+    ("spill", r"scratch_"),
+    ("mufu", r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_"),
+    ("shfl", r"(ds_b?permute|ds_swizzle|v_\w+_dpp|v_permlane)"),
+    ("convert", r"v_cvt"),
+    ("bits", r"v_(and|or|xor|lsh|ash|perm|bfe|bfi|alignbit|not)"),
+    ("float", r"v_(pk_)?(fma|mul|add|sub|max|min|max3|cmp\w*|cndmask|mac|fmac)_(f|b)"),
+    ("int", r"[vs]_(add|sub|mul|mad|min|max|addc|subb|lshl_add)"),
+]
 
 
 @dataclass(frozen=True)
 class MachineCode:
     """What was read off a compiled kernel. `loop` counts the instructions of the main loop by kind."""
 
-    registers: int
-    spills: int
-    shared: int
+    registers: int  # a thread
+    spills: int  # instructions that touch local (on AMD: scratch) memory
+    shared: int  # bytes a block
     instructions: int
     loop_length: int
     loop: Mapping[str, int]
-    tensor_ops: Mapping[str, int]  # by mnemonic, in the main loop
-    all_tensor_ops: Mapping[str, int]  # by mnemonic, in the whole kernel
+    tensor_ops: Mapping[str, int]  # by name and shape, in the main loop
 
 
 def _tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
-def _sass(cubin: bytes) -> tuple[list[tuple[int, str]], int]:
+def _sass(cubin: bytes) -> tuple[list[tuple[str, str]], int]:
     """(address, text) of every instruction, and registers a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -152,52 +164,67 @@ def _sass(cubin: bytes) -> tuple[list[tuple[int, str]], int]:
             for flag in ("-sass", "-res-usage")
         )
     found = (re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", line) for line in text.splitlines())
-    code = [(int(m[1], 16), re.sub(r"^@!?U?P\w+\s+", "", m[2].strip())) for m in found if m]
+    code = [(f"{int(m[1], 16):x}", re.sub(r"^@!?U?P\w+\s+", "", m[2].strip())) for m in found if m]
     registers = re.search(r"REG:(\d+)", usage)
     if registers is None or not code:
         raise RuntimeError("cuobjdump printed neither code nor register usage")
     return code, int(registers[1])
 
 
-def _innermost_loops(code: list[tuple[int, str]]) -> list[list[str]]:
-    """Bodies of the backward branches that hold no other."""
+_BRANCHES = {"sm": r"BRA\S*\s+(?:\S+,\s*)?`?\(?0x([0-9a-f]+)", "gfx": r"s_c?branch\w*\s+(\S+)"}
+# HMMA.16816.F32.BF16, HGMMA.64x128x16.F32.BF16, UTCHMMA.2CTA, v_mfma_f32_32x32x8_bf16: the name and its shape
+_TENSOR_OP = re.compile(r"(?:HGMMA|HMMA|IMMA|QGMMA|IGMMA|QMMA)(?:\.[0-9x]+)?|UTC\w*MMA|v_mfma_\w+")
+
+
+def _innermost_loops(code: list[tuple[Any, str]], branch: str) -> list[list[str]]:
+    """Bodies of the backward branches that hold no other; `code` is (label, text), a branch names a label."""
+    place: dict[Any, int] = {}
     spans = []
-    for at, text in code:
-        target = re.match(r"BRA\S*\s+(?:\S+,\s*)?`?\(?0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < at:
-            spans.append((int(target[1], 16), at))
+    for i, (label, text) in enumerate(code):
+        place.setdefault(label, i)
+        target = re.match(branch, text)
+        if target and place.get(target[1], i) < i:
+            spans.append((place[target[1]], i))
     inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
-    return [[text for at, text in code if a <= at <= b] for a, b in inner]
+    return [[text for _, text in code[a : b + 1]] for a, b in inner]
 
 
-def _counts(lines: list[str]) -> dict[str, int]:
-    kinds = (next((name for name, pattern in _KINDS if re.match(pattern, line)), "other") for line in lines)
-    return dict(sorted(collections.Counter(kinds).items()))
+def _counts(lines: list[str], kinds: list[tuple[str, str]]) -> dict[str, int]:
+    named = (next((name for name, pattern in kinds if re.match(pattern, line)), "other") for line in lines)
+    return dict(sorted(collections.Counter(named).items()))
 
 
 def _tensor_ops(lines: list[str]) -> dict[str, int]:
-    found = (re.match(_KINDS[0][1], line) for line in lines)
-    return dict(sorted(collections.Counter(m[1] for m in found if m).items()))
+    found = (_TENSOR_OP.match(line) for line in lines)
+    return dict(sorted(collections.Counter(m[0] for m in found if m).items()))
+
+
+def _main_loop(loops: list[list[str]]) -> list[str]:
+    """The innermost loop with most tensor work, the shortest of equals (masked tiles are narrower or longer); else the longest."""
+
+    def work(body: list[str]) -> tuple[int, int]:
+        ops = _tensor_ops(body)
+        tensor = multiply_adds(ops, 4) or sum(ops.values())
+        return tensor, -len(body) if tensor else len(body)
+
+    return max(loops, key=work, default=[])
 
 
 def read_machine_code(compiled: Any, target: str) -> MachineCode:
-    """Figures of a compiled kernel; the main loop is the shortest innermost loop with tensor work, else the longest."""
+    """Figures of a compiled kernel."""
     if target.startswith("gfx"):
         return _read_amd(compiled)
     code, registers = _sass(compiled.asm["cubin"])
     lines = [text for _, text in code]
-    loops = _innermost_loops(code)
-    tensor = [body for body in loops if _tensor_ops(body)]
-    body = min(tensor, key=len) if tensor else max(loops, key=len, default=[])
+    body = _main_loop(_innermost_loops(code, _BRANCHES["sm"]))
     return MachineCode(
         registers=registers,
-        spills=sum(bool(re.match(_KINDS[5][1], line)) for line in lines),
+        spills=sum(bool(re.match(r"(LDL|STL)\b", line)) for line in lines),
         shared=compiled.metadata.shared,
         instructions=len(lines),
         loop_length=len(body),
-        loop=_counts(body),
+        loop=_counts(body, _KINDS),
         tensor_ops=_tensor_ops(body),
-        all_tensor_ops=_tensor_ops(lines),
     )
 
 
@@ -210,14 +237,19 @@ def _read_amd(compiled: Any) -> MachineCode:
             raise RuntimeError(f"the assembly does not state {name}")
         return int(found[1])
 
-    tensor = dict(sorted(collections.Counter(re.findall(r"\b(v_mfma_\w+)", text)).items()))
+    code, label = [], ""
+    for line in text.splitlines():
+        if found := re.match(r"(\.LBB\w+):", line):
+            label = found[1]
+        elif found := re.match(r"\s+([vsdbg]\w*_\w+.*)", line):
+            code.append((label, found[1].strip()))
+    body = _main_loop(_innermost_loops(code, _BRANCHES["gfx"]))
     return MachineCode(
         registers=figure("vgpr_count"),
         spills=figure("vgpr_spill_count"),
         shared=compiled.metadata.shared,
-        instructions=len(re.findall(r"^\s+[vsdbg]\w*_\w+", text, re.MULTILINE)),
-        loop_length=0,
-        loop={},
-        tensor_ops=tensor,
-        all_tensor_ops=tensor,
+        instructions=len(code),
+        loop_length=len(body),
+        loop=_counts(body, _AMD_KINDS),
+        tensor_ops=_tensor_ops(body),
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .common import INTERPRETED, LN2, LOG2E, NEG_INF, multiply_subtract, narrow, power_of_two
-from .fp8 import widen_e4m3
+from .fp8 import widen_e4m3, widen_int8
 
 
 @triton.jit
@@ -54,10 +54,8 @@ def _offsets(
     if PAGE == 0:
         at = (base + start).to(tl.int64) * s_slot + column.to(tl.int64) * s_slot
     else:
-        n = start + column
-        slot = n % PAGE
-        if WIDE:
-            slot = slot.to(tl.int64)
+        n = (start + column).to(tl.uint32)  # a signed division by a power of two takes four instructions more
+        slot = (n % PAGE).to(tl.int64 if WIDE else tl.int32)
         if MASKED:
             page = tl.load(BlockTable + base + n // PAGE, mask=live, other=0)
         else:
@@ -99,7 +97,7 @@ def _walk(
     scale, softcap, slope, left, right, sk_page, sk_slot, sv_page, sv_slot, sks_page, sks_slot, svs_page, svs_slot,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SAME: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, E4M3_BITS: tl.constexpr,
-    DYNAMIC: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    INT8_PTX: tl.constexpr, DYNAMIC: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Tiles [begin, end) of keys, of which [low, high) are real. MASKED: some row may not see some key of a tile."""
@@ -117,8 +115,12 @@ def _walk(
                 v_at = _offsets(BlockTable, base, start, live, sv_page, sv_slot, PAGE, WIDE, BLOCK_N, MASKED)
             k = _load_tile(K, k_at, live, D, D_PAD, MASKED)
             v = _load_tile(V, v_at, live, DV, DV_PAD, MASKED)
-        k = widen_e4m3(k, DOT, E4M3_BITS)
-        v = widen_e4m3(v, DOT, E4M3_BITS)
+        if INT8_PTX:
+            k = widen_int8(k)
+            v = widen_int8(v)
+        else:
+            k = widen_e4m3(k, DOT, E4M3_BITS)
+            v = widen_e4m3(v, DOT, E4M3_BITS)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if DYNAMIC:
             ks_at = _offsets(BlockTable, base, start, live, sks_page, sks_slot, PAGE, WIDE, BLOCK_N, MASKED)
@@ -218,8 +220,8 @@ def attention(
     sks_page, sks_slot, sks_head, svs_page, svs_slot, svs_head, sa_seq,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr,
-    TYPE: tl.constexpr, NORM_Q: tl.constexpr, E4M3_BITS: tl.constexpr, DYNAMIC: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    TYPE: tl.constexpr, NORM_Q: tl.constexpr, E4M3_BITS: tl.constexpr, INT8_PTX: tl.constexpr,
+    DYNAMIC: tl.constexpr, SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """grid = (tiles, kv heads, splits). Pointers that are None switch their option off; PAGE 0 is contiguous K and V.
 
@@ -329,7 +331,7 @@ def attention(
                 q, m, l, acc, v_unit, dirty, K, V, KBoxes, VBoxes, KScale, VScale, BlockTable, begin, tl.minimum(end, high),
                 low, high, base, head, q_pos, scale, softcap, slope, left, right, sk_page, sk_slot, sv_page, sv_slot,
                 sks_page, sks_slot, svs_page, svs_slot, D, DV, D_PAD, DV_PAD, BLOCK_N if part == 1 else MASK_N, PAGE, SAME,
-                WIDE, TYPE, E4M3_BITS, DYNAMIC, SOFTCAP, Alibi is not None, LEFT, RIGHT, part != 1,
+                WIDE, TYPE, E4M3_BITS, INT8_PTX, DYNAMIC, SOFTCAP, Alibi is not None, LEFT, RIGHT, part != 1,
             )  # fmt: skip
     if dirty > 0:
         for part in tl.static_range(2):

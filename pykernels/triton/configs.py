@@ -25,7 +25,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the choice of an attention tile depends on. `q_bytes` and `kv_bytes` are the sizes of one element."""
+    """What the choice of an attention tile depends on. `q_bytes` and `kv_bytes` are the sizes of one element.
+
+    `masks`: how many of window, softcap and ALiBi there are; each holds more of a tile in registers.
+    """
 
     head_dim: int
     head_dim_v: int
@@ -33,6 +36,7 @@ class AttentionShape:
     q_bytes: int = 2
     kv_bytes: int = 2
     paged: bool = False
+    masks: int = 0
 
     @property
     def widest(self) -> int:
@@ -62,18 +66,23 @@ def _prefill_tile(target: Target, shape: AttentionShape, tma_ok: bool) -> Tile:
     if target.backend == "interpreter":
         return Tile(32, 32, 1, 1, tma_ok)  # a step costs the same few milliseconds at any small size
     if shape.q_bytes == 4:
-        return Tile(32, 32, 4, 1)  # exact float32 products run on the vector units and keep both tiles in registers
+        # Exact float32 products run on the vector units and hold whole rows of q and k: few elements of a tile a thread.
+        return Tile(64, 16, 8, 1) if wide <= 64 else Tile(32, 16, 8, 1)
     if target.backend == "hip":
         return Tile(128, 32, 4, 2) if wide <= 128 else Tile(64, 32, 4, 1)  # 235 VGPR; 64 KiB of LDS
     if target.arch >= 90 and target.arch < 120:
         if wide > 128:
             return Tile(64, 64, 8, 2)  # 128 rows, or 64 with 4 warps, spill
-        if tma_ok:
-            return Tile(128, 128, 8, 2, True) if wide == 128 else Tile(128, 64, 8, 3, True)
-        return Tile(128, 64, 8, 3)
+        if tma_ok and wide == 128 and not shape.masks:
+            return Tile(128, 128, 8, 2, True)  # 498 instructions for 128 keys against 343 for 64; a window would spill
+        return Tile(128, 64, 8, 3, tma_ok)
     # mma.sync keeps operands in registers: 128 x 64 with 8 warps is the largest that does not spill on sm_80.
     if wide > 128:
-        return Tile(64, 32, 4, 1)
+        if shape.masks > 2:
+            return Tile(32, 64, 8, 2)  # 64 rows spill
+        return Tile(64, 64, 8, 2) if target.shared_memory > 104 * 1024 else Tile(64, 32, 8, 2)  # 4 warps spill
+    if shape.kv_bytes == 1:
+        return Tile(64, 64, 8, 2)  # widened codes are operands too: 128 rows spill, and take as many instructions a row
     return Tile(128, 64, 8, 2)
 
 
@@ -87,14 +96,18 @@ def _decode_tile(target: Target, shape: AttentionShape) -> Tile:
     if target.backend == "interpreter":
         return Tile(16, 32, 1, 1)
     if shape.q_bytes == 4:
-        return Tile(16, 32, 4, 1)
+        return Tile(16, 32, 8, 1 if wide <= 64 else 2)  # see prefill: 4 warps spill, and the other number of stages
     if target.backend == "hip":
         return Tile(16, 64, 4, 1)
     if target.arch >= 90 and target.arch < 120 and shape.kv_bytes == 1:
         # There is no transposing 8-bit ldmatrix: 16 rows (mma.sync) fetch V by about 100 byte loads a step, 64 rows
-        # (wgmma, converted before shared memory) take 474 instructions instead of 739.
-        return Tile(64, 64, 4, 3 if wide <= 128 else 2)
-    stages, block_n = 3 if wide <= 128 else 2, 64
+        # (wgmma, converted before shared memory) take 447 instructions instead of 739. 256 columns spill with 4 warps.
+        if wide > 128:
+            return Tile(64, 64, 8, 2)
+        # On sm_100 at 64 columns with scales per token the third stage spills, and 8 warps issue a third more instructions.
+        return Tile(64, 64, 4, 2 if wide <= 64 and target.arch >= 100 else 3)
+    # 64 columns: 128 keys are as many bytes, in 300 instructions instead of 2 x 222. With masks a third stage spills at 128.
+    stages, block_n = (2, 128) if wide <= 64 else (3 if wide <= 128 and not shape.masks else 2, 64)
     while stages * block_n * 2 * wide * 2 > target.shared_memory:  # 99 KiB on sm_86, sm_89 and sm_120
         block_n //= 2
     return Tile(16, block_n, 4, stages)

@@ -1,4 +1,5 @@
-"""float8_e4m3fn codes in integer arithmetic: exact in the interpreter, and on devices whose Triton has no such type.
+"""8-bit codes to floats and back, exact: float8_e4m3fn in integer arithmetic, for the interpreter and for devices whose
+Triton has no such type; int8 in fewer instructions than Triton's own conversion.
 
 e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits of mantissa, no infinity, 0x7f and 0xff are NaN, largest value 448.
 """
@@ -36,16 +37,37 @@ TO_BF16 = _widen(
 @triton.jit
 def widen_e4m3(x, TYPE: tl.constexpr, BITS: tl.constexpr):
     """x as TYPE. BITS: x is uint8 holding e4m3 codes, and the result is the value times 2^-8 in every TYPE."""
+    # One return: a compiled function may not have two types, whichever of its branches is taken.
     if not BITS:
-        return x.to(TYPE)
-    if tl.float32 == TYPE:
-        wide = x.to(tl.uint32)
-        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        wide = x.to(TYPE)
+    elif tl.float32 == TYPE:
+        code = x.to(tl.uint32)
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
         value = bits.to(tl.float32, bitcast=True) * (2.0**112)
-        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
-    if tl.float16 == TYPE:
-        return tl.inline_asm_elementwise(TO_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
-    return tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+        wide = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    elif tl.float16 == TYPE:
+        wide = tl.inline_asm_elementwise(TO_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        wide = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return wide
+
+
+# A code + 128 becomes the low byte of 1024's mantissa, then 1152 is taken off: 7 instructions for 4 codes instead of 20.
+INT8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 t, c;
+    xor.b32 t, $2, 0x80808080;
+    mov.b32 c, 0x64806480;
+    prmt.b32 $0, t, 0x64646464, 0x4140;
+    prmt.b32 $1, t, 0x64646464, 0x4342;
+    sub.rn.f16x2 $0, $0, c;
+    sub.rn.f16x2 $1, $1, c;
+}""")
+
+
+@triton.jit
+def widen_int8(x):
+    """x (int8) as float16, in NVIDIA's instructions."""
+    return tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit

@@ -52,6 +52,7 @@ class AttentionCall:
             q_bytes=self.q.element_size(),
             kv_bytes=self.k.element_size(),
             paged=self.block_table is not None,
+            masks=(self.window_left >= 0) + (self.softcap > 0) + (self.alibi_slopes is not None),
         )
 
 
@@ -77,8 +78,10 @@ def attention_arguments(call: AttentionCall, tile: Tile) -> dict[str, Any]:
     paged = call.block_table is not None
     bits = k.dtype == torch.float8_e4m3fn and not target_of(q).has_e4m3
     dynamic = call.k_scale is not None and call.k_scale.dim() == 3
-    # float8 codes are exact in float16, which takes a quarter of the instructions of widening them to bfloat16.
-    norm_q = k.dtype == torch.float8_e4m3fn and q.dtype == torch.bfloat16
+    # 8-bit codes are exact in float16, which takes a quarter of the instructions of widening them to bfloat16.
+    norm_q = k.element_size() == 1 and q.dtype == torch.bfloat16
+    dot_type = tl.float16 if norm_q else TYPES[q.dtype]
+    int8_ptx = k.dtype == torch.int8 and dot_type == tl.float16 and target_of(q).backend == "cuda"
     if bits:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     ks, vs = _scale_strides(call.k_scale), _scale_strides(call.v_scale)
@@ -103,7 +106,7 @@ def attention_arguments(call: AttentionCall, tile: Tile) -> dict[str, Any]:
         D=head_dim, DV=head_dim_v, D_PAD=padded(head_dim), DV_PAD=padded(head_dim_v), GROUP=call.group,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PAGE=call.k.shape[1] if paged else 0,
         SAME=pages[0][:2] == pages[1][:2] and ks == vs, WIDE=call.k.shape[1] * max(pages[0][1], pages[1][1]) >= 2**31,
-        TYPE=tl.float16 if norm_q else TYPES[q.dtype], NORM_Q=norm_q, E4M3_BITS=bits, DYNAMIC=dynamic,
+        TYPE=dot_type, NORM_Q=norm_q, E4M3_BITS=bits, INT8_PTX=int8_ptx, DYNAMIC=dynamic,
         SOFTCAP=call.softcap > 0, LEFT=call.window_left >= 0, RIGHT=call.window_right >= 0,
         SPLIT=split, SPLIT_TOKENS=SPLIT_TOKENS, MAX_SPLITS=MAX_SPLITS,
     )  # fmt: skip
