@@ -4,6 +4,7 @@
     compile_matrix.py --quick    the configurations that the speed of a real model hangs on
     compile_matrix.py --write    replace the figures of this Triton version
     compile_matrix.py --table    print the figures, with an estimate of occupancy and clocks, and compile nothing
+    compile_matrix.py --occupancy sm90    print those of one target as JSON, for `pykernels report --occupancy`
 
 It fails on a spill, on a product that has left the tensor cores (wgmma on sm_90, mma.sync on sm_80, tcgen05 on sm_100, mfma on
 gfx942), on asynchronous copies that have vanished from a main loop, on a main loop longer than is allowed, on registers, shared
@@ -27,7 +28,7 @@ from compile_cases import CASES, expectations, loop_work
 from compile_gate import Row, audit, dump
 from triton_aot import TARGETS, capture, compile_launch, read_machine_code
 
-from pykernels.roofline.occupancy import estimate
+from pykernels.roofline.occupancy import MULTIPROCESSORS, estimate, report_rows
 
 TABLE = Path(__file__).with_suffix(".json")
 
@@ -72,12 +73,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in ("--quick", "--write", "--table"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--occupancy", metavar="TARGET", choices=sorted(MULTIPROCESSORS))
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     tables = json.loads(TABLE.read_text())
     known = tables.get(version(), {})
     if options.table:
         print_table(known)
+        return 0
+    if options.occupancy:
+        print(json.dumps(report_rows(known, options.occupancy), indent=1))
         return 0
     expected = expectations(options.quick)
     rows: dict[str, Row] = {}

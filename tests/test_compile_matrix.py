@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import roofline_data
 
 CI = Path(__file__).parents[1] / "ci"
 sys.path.insert(0, str(CI))
 from compile_gate import Expectation, audit, complaints, dump  # noqa: E402
 
-from pykernels.roofline.occupancy import MULTIPROCESSORS, estimate  # noqa: E402
+from pykernels.roofline.attach import attach  # noqa: E402
+from pykernels.roofline.occupancy import MULTIPROCESSORS, estimate, report_rows  # noqa: E402
+from pykernels.roofline.report import render  # noqa: E402
 
 TABLE = CI / "compile_matrix.json"
 # 128 x 64 keys, 128 columns: 64-wide scores in 8 steps, 128-wide outputs in 4, for each of two warpgroups.
@@ -145,3 +148,24 @@ def test_the_clocks_of_a_turn_are_issue_special_functions_and_tensor_cores() -> 
     assert found.special_clocks == 34 * 8 * 32 / 16
     assert found.tensor_clocks == 1024
     assert found.bound == "tensor"
+
+
+def test_occupancy_rows_of_a_target_are_what_a_report_shows(tmp_path: Path) -> None:
+    plain = {"registers": 20, "shared": 0, "num_warps": 8, "loop_length": 0, "loop": {}}
+    rows = report_rows({"b/attention/sm90": GOOD, "a/copy/sm90": plain, "b/attention/sm80": GOOD}, "sm90")
+    assert [r["kernel"] for r in rows] == ["a/copy/sm90", "b/attention/sm90"]
+    copy, attention = rows
+    assert (copy["warps per SM"], copy["occupancy %"], copy["limited by"]) == (64, 100.0, "warps")
+    assert copy["loop bound by"] == "no loop"
+    assert (attention["blocks per SM"], attention["occupancy %"], attention["loop bound by"]) == (1, 12.5, "tensor")
+    page = render(attach(roofline_data.sample_document(), occupancy=rows), tmp_path).read_text()
+    assert "b/attention/sm90" in page
+    with pytest.raises(ValueError, match="no figures for sm100"):
+        report_rows({"b/attention/sm90": GOOD}, "sm100")
+
+
+@pytest.mark.parametrize("target", sorted(MULTIPROCESSORS))
+def test_the_committed_table_has_occupancy_rows(target: str) -> None:
+    for table in json.loads(TABLE.read_text()).values():
+        for row in report_rows(table, target):
+            assert 0 < row["occupancy %"] <= 100, row

@@ -78,3 +78,29 @@ def estimate(row: Mapping[str, Any], target: str) -> Estimate:
         special = row["loop"].get("mufu", 0) * warps * sm.lanes / sm.special
         tensor = row["macs"] / sm.macs if row.get("macs") else None
     return Estimate(blocks, blocks * warps, limit, blocks * warps / sm.warps, issue, special, tensor)
+
+
+def report_rows(table: Mapping[str, Mapping[str, Any]], target: str) -> list[dict[str, Any]]:
+    """What `pykernels report --occupancy` shows: a row for each kernel of `table` (`case/kernel/target` -> row) made for a target.
+
+    ValueError when the table has none for it, or its multiprocessor is not known.
+    """
+    made = {label: row for label, row in table.items() if label.endswith(f"/{target}")}
+    if not made or target not in MULTIPROCESSORS:
+        raise ValueError(f"no figures for {target}: there are {', '.join(sorted(MULTIPROCESSORS))}")
+    found = []
+    for label, row in sorted(made.items()):
+        e = estimate(row, target)
+        found.append(
+            {
+                "kernel": label,
+                "registers": row["registers"],
+                "shared": row["shared"],
+                "blocks per SM": e.blocks,
+                "warps per SM": e.warps,
+                "occupancy %": 100 * e.occupancy,
+                "limited by": e.limit,
+                "loop bound by": e.bound or "no loop",
+            }
+        )
+    return found
