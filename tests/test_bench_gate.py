@@ -258,3 +258,13 @@ def test_the_command_fails_on_a_slower_file_and_tells_wrong_usage(
     for wrong in ([str(before), "HEAD"], ["no-such-revision", "."], [str(before), str(tmp_path / "no.json")]):
         assert main(["gate", *wrong]) == 2
         assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_working_tree_is_built_before_it_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pykernels.cli import gate as command
+
+    built: list[Path] = []
+    monkeypatch.setattr(command, "_git", lambda *words: str(tmp_path))
+    monkeypatch.setattr(command, "_build", built.append)
+    assert command.tree(".") == tmp_path
+    assert built == [tmp_path]

@@ -73,6 +73,7 @@ def tree(revision: str) -> Path:
     """The built tree of a revision, made below build/gate when it is not there yet; `.` is the working tree itself."""
     root = Path(_git("rev-parse", "--show-toplevel"))
     if revision == ".":
+        _build(root)  # else it would be its last build that is timed
         return root
     commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     folder = root / "build" / "gate" / commit
