@@ -23,6 +23,10 @@ from .transformers_mask import Band, Pages, Runs, Segments, Table, Visibility, t
 
 NAME = "pykernels"
 
+# Lengths of sequences packed one after another, and the paged cache of continuous batching: all need `cu_seq_lens_q`.
+LENGTHS = (("cu_seq_lens_k",), ("max_length_q", "max_seqlen_q"), ("max_length_k", "max_seqlen_k"))  # by either name
+PACKED = frozenset([*(name for names in LENGTHS for name in names), "cache", "read_index", "write_index"])
+
 # What transformers passes along that does not bear on attention once the mask is known.
 NEUTRAL = frozenset(
     [
@@ -39,9 +43,6 @@ NEUTRAL = frozenset(
         "logits_to_keep",
         "logits_indices",
         "logits_processor_args",
-        "cache",
-        "read_index",
-        "write_index",
         "return_dict",
     ]
 )
@@ -91,11 +92,12 @@ def attention(
         attention_mask: what `visible_keys` made, or a bool or 0 / -inf float mask `[batch, 1, queries, keys]`.
         scaling: of the logits; `1 / sqrt(head_dim)` when None.
         is_causal: read where no mask was made, as for sdpa.
-        sliding_window: tokens that a query sees, itself included; must agree with the mask where one was made.
+        sliding_window: tokens that a query sees, itself included; must agree with what `visible_keys` made, and does
+            not count beside a mask of the caller's own (as in eager and sdpa).
         softcap: `softcap * tanh(logit / softcap)`.
         s_aux: `[num_heads]` sinks, one more logit per head in the denominator.
-        others: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` for packed sequences and for
-            continuous batching; names in `NEUTRAL`; anything else must be None.
+        others: `cu_seq_lens_q` with `PACKED` for packed sequences and for continuous batching; names in `NEUTRAL`;
+            anything else must be None.
 
     Returns:
         `([batch, queries, num_heads, head_dim], None)`.
@@ -112,7 +114,7 @@ def attention(
         "sinks": None if s_aux is None else s_aux.detach().to(torch.float32),
     }
     if others.get("cu_seq_lens_q") is not None:
-        if isinstance(attention_mask, Runs) and attention_mask.padded:
+        if isinstance(attention_mask, (Table, torch.Tensor)) or getattr(attention_mask, "padded", False):
             raise ValueError("pykernels: cu_seq_lens_q and a padding mask contradict each other; give one of them")
         return _packed(module, query, key, value, causal, sliding_window, options, others), None
     if attention_mask is None:
@@ -135,11 +137,20 @@ def _refuse(dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(f"pykernels: attention has no dropout, got dropout={dropout}; call model.eval()")
     if others.pop("output_attentions", False):
-        raise NotImplementedError('pykernels: attention weights are never made; use attn_implementation="eager"')
-    packing = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k")
+        raise NotImplementedError(
+            'pykernels: output_attentions: weights are never made; use attn_implementation="eager"'
+        )
+    packed = others.get("cu_seq_lens_q") is not None
     for name, given in others.items():
-        if given is not None and name not in NEUTRAL and name not in packing:
+        if given is None or name in NEUTRAL or name == "cu_seq_lens_q":
+            continue
+        if name not in PACKED:
             raise NotImplementedError(f"pykernels: attention does not know the argument {name}, got {type(given)}")
+        if not packed:
+            raise ValueError(f"pykernels: {name} needs cu_seq_lens_q, where each packed sequence begins")
+    missing = [names[0] for names in LENGTHS if all(others.get(name) is None for name in names)] if packed else []
+    if missing:
+        raise ValueError(f"pykernels: cu_seq_lens_q needs {', '.join(missing)}")
 
 
 def _unmasked(query: torch.Tensor, key: torch.Tensor, causal: bool, sliding_window: int | None) -> Visibility:

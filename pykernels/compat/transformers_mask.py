@@ -189,6 +189,12 @@ def table_of(visible: torch.Tensor) -> Table:
     return Table(keys.sort(dim=-1).values, rows.sum(dim=-1, dtype=torch.int32), length)
 
 
+# Beside what the pattern is: hints by which other masks are skipped, and how they are made.
+HINTS = frozenset(
+    ["allow_is_bidirectional_skip", "allow_is_causal_skip", "config", "device", "dtype", "local_size", "use_vmap"]
+)
+
+
 def visible_keys(
     batch_size: int,
     q_length: int = 0,
@@ -206,12 +212,17 @@ def visible_keys(
         q_offset, kv_offset: the absolute index of the first query and of the first key.
         mask_function: which (query, key) pairs see each other, by absolute indices.
         attention_mask: bool `[batch, tokens]`, False is padding; or what this function returned earlier, then returned.
+        options: `cache_position`, and names in `HINTS`, none of which changes what is visible; else must be None.
 
     Raises:
+        NotImplementedError: an option that is not known; a mask that differs by head.
         RuntimeError: under `torch.compile`, a padding mask with a hole (checked when the compiled forward runs).
     """
     if isinstance(attention_mask, (Runs, Pages, Table, Segments)):
         return attention_mask  # made by generate() ahead of a forward pass
+    unknown = [n for n, given in options.items() if given is not None and n not in HINTS and n != "cache_position"]
+    if unknown:
+        raise NotImplementedError(f"pykernels: the mask does not know {', '.join(unknown)}")
     given: dict[str, Any] = {
         "mask_function": mask_function,
         "attention_mask": attention_mask,
@@ -227,7 +238,7 @@ def visible_keys(
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, device)
 
     band = band_of(mask_function) if not torch.compiler.is_compiling() or _holds_no_tensor(options) else None
-    if band is not None and (band.right == 0 or band == Band() or sizes.ends_together()):
+    if band is not None and sizes.allow(band):
         known = _known_pattern(sizes, band, attention_mask)
         if known is not None:
             return known
@@ -245,9 +256,12 @@ class _Sizes(NamedTuple):
     kv_offset: int
     device: torch.device
 
-    def ends_together(self) -> bool:
-        """Whether the last query and the last key are known to have the same index."""
-        return isinstance(self.q_offset, int) and self.q_offset + self.queries == self.kv_offset + self.keys
+    def allow(self, band: Band) -> bool:
+        """Whether rows under this band can be aligned at their last query and last key."""
+        if band == Band() or isinstance(self.q_offset, torch.Tensor):
+            return band == Band() or band.right == 0
+        beyond = self.q_offset + self.queries - self.kv_offset - self.keys  # queries that come after the last key
+        return beyond <= 0 if band.right == 0 else beyond == 0
 
     def per_row(self, value: int | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(value, device=self.device).to(torch.int32).repeat(self.batch)
