@@ -39,8 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
 NEW_MASKS = transformers.__version__ >= "5"
 
 
-def model_of(family: str) -> Any:
-    torch.manual_seed(0)
+def model_of(family: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     model = getattr(transformers, f"{family}ForCausalLM")(config(**{**SIZES, **MODELS[family]}))
     if family == "GptOss":  # far from the zero that an ignored sink would mean

@@ -32,7 +32,7 @@ PADDING = torch.arange(12) >= torch.tensor([[0], [4]])
 MASK: dict[str, Change] = {
     "batch_size": ("changes", 3),
     "q_length": ("changes", {"q_length": 7, "q_offset": 5}),
-    "kv_length": ("changes", 11),
+    "kv_length": ("changes", 13),
     "q_offset": ("changes", 2),
     "kv_offset": ("changes", 1),
     "mask_function": ("changes", hf.sliding_window_causal_mask_function(4)),
@@ -83,7 +83,9 @@ def test_an_argument_of_the_mask_has_an_effect_or_none_by_its_meaning(argument: 
 
 @pytest.mark.parametrize("function", ["causal", "window", "everything", "holes"])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("sizes", [(9, 12, 3, 0), (1, 12, 11, 0), (5, 8, 7, 4), (12, 12, 0, 0), (3, 12, 4, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(9, 12, 3, 0), (9, 15, 3, 0), (1, 12, 11, 0), (5, 8, 7, 4), (12, 12, 0, 0), (3, 12, 4, 0)]
+)
 def test_what_is_visible_is_what_transformers_own_mask_shows(
     function: str, padded: bool, sizes: tuple[int, int, int, int]
 ) -> None:
@@ -99,6 +101,14 @@ def test_what_is_visible_is_what_transformers_own_mask_shows(
     if not NEW_MASKS:
         theirs["cache_position"] = torch.arange(theirs.pop("q_length")) + theirs.pop("q_offset")
     assert torch.equal(seen(args), hf.sdpa_mask(**theirs)[:, 0].expand(2, -1, -1))
+
+
+@pytest.mark.skipif(
+    not NEW_MASKS, reason="4.x gives positions as a tensor, which are not read ahead of the keys' lengths"
+)
+def test_queries_after_the_last_key_see_all_keys() -> None:
+    args = {"batch_size": 2, "q_length": 9, "kv_length": 11, "q_offset": 4, "mask_function": hf.causal_mask_function}
+    assert torch.equal(seen(args), hf.sdpa_mask(**args, allow_is_causal_skip=False)[:, 0].expand(2, -1, -1))
 
 
 def test_a_mask_option_that_nobody_knows_is_refused_unless_it_is_none() -> None:
