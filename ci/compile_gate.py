@@ -86,6 +86,15 @@ def audit(rows: Mapping[str, Row], known: Mapping[str, Row], expected: Mapping[s
     return found
 
 
+def stale(known: Mapping[str, Row], sources: Mapping[str, str]) -> list[str]:
+    """Rows of the table that were made from another source than the `sources` by label (`triton_aot.digest`)."""
+    return [
+        f"{label}: made from other code (its figures are those of {known[label].get('source')}, the code is {source})"
+        for label, source in sources.items()
+        if label in known and known[label].get("source") != source
+    ]
+
+
 def dump(tables: Mapping[str, Mapping[str, Row]]) -> str:
     """Triton version -> label -> row as JSON with one row a line, so that a change reads well in a diff."""
     versions = []

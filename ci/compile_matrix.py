@@ -3,13 +3,14 @@
     compile_matrix.py            compile everything and compare with ci/compile_matrix.json (ten minutes of one core)
     compile_matrix.py --quick    the configurations that the speed of a real model hangs on
     compile_matrix.py --write    replace the figures of this Triton version
+    compile_matrix.py --stale    compile nothing, and name the rows that were made from other code or another choice of tile
     compile_matrix.py --table    print the figures, with an estimate of occupancy and clocks, and compile nothing
     compile_matrix.py --occupancy sm90    print those of one target as JSON, for `pykernels report --occupancy`
 
 It fails on a spill, on a product that has left the tensor cores (wgmma on sm_90, mma.sync on sm_80, tcgen05 on sm_100, mfma on
 gfx942), on asynchronous copies that have vanished from a main loop, on a main loop longer than is allowed, on registers, shared
-memory or a main loop that grew by more than a tenth, on a row that is missing and on one that no case makes: the rules are in
-`compile_gate.py`. Figures are kept per Triton version: they may differ between two.
+memory or a main loop that grew by more than a tenth, on a row that is missing or was made from other code, and on one that no
+case makes: the rules are in `compile_gate.py`. Figures are kept per Triton version: they may differ between two.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import triton
 from compile_cases import CASES, expectations, loop_work
-from compile_gate import Row, audit, dump
-from triton_aot import TARGETS, capture, compile_launch, read_machine_code
+from compile_gate import Row, audit, dump, stale
+from triton_aot import TARGETS, Launch, capture, compile_launch, digest, read_machine_code
 
 from pykernels.roofline.occupancy import MULTIPROCESSORS, estimate, report_rows
 
@@ -37,19 +38,25 @@ def version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
+def launches(name: str, target: str) -> Iterator[tuple[str, str, Launch]]:
+    """(label, kernel, launch) of what is measured of a case on a target; the first launch of a kernel counts."""
+    seen = set()
+    for launch in capture(TARGETS[target][0], CASES[name].call):
+        kernel = launch.kernel.__name__.strip("_")
+        if kernel in CASES[name].kernels and kernel not in seen:
+            seen.add(kernel)
+            yield f"{name}/{kernel}/{target}", kernel, launch
+
+
 def measure(job: tuple[str, str]) -> dict[str, Row]:
     """A row for each kernel that a (case, target) launches, by label."""
     name, target = job
     warnings.simplefilter("ignore")
     rows: dict[str, Row] = {}
-    for launch in capture(TARGETS[target][0], CASES[name].call):
-        kernel = launch.kernel.__name__.strip("_")
-        label = f"{name}/{kernel}/{target}"
-        if kernel not in CASES[name].kernels or label in rows:
-            continue
+    for label, kernel, launch in launches(name, target):
         code = read_machine_code(compile_launch(launch, target), target)
         macs, steps = loop_work(kernel, launch.arguments)
-        row = {**asdict(code), **launch.options, "macs": macs, "steps": steps}
+        row = {**asdict(code), **launch.options, "macs": macs, "steps": steps, "source": digest(launch)}
         if kernel == "attention":
             row["tile"] = [launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]]
         rows[label] = row
@@ -71,7 +78,7 @@ def print_table(rows: Mapping[str, Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--quick", "--write", "--table"):
+    for flag in ("--quick", "--write", "--stale", "--table"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--occupancy", metavar="TARGET", choices=sorted(MULTIPROCESSORS))
     parser.add_argument("--jobs", type=int, default=2)
@@ -85,8 +92,12 @@ def main() -> int:
         print(json.dumps(report_rows(known, options.occupancy), indent=1))
         return 0
     expected = expectations(options.quick)
-    rows: dict[str, Row] = {}
     jobs = dict.fromkeys((label.split("/")[0], label.split("/")[2]) for label in expected)
+    if options.stale:
+        wrong = stale(known, {label: digest(launch) for job in jobs for label, _, launch in launches(*job)})
+        print("\n".join(wrong) if wrong else f"compile matrix: all {len(known)} rows were made from this code")
+        return 1 if wrong else 0
+    rows: dict[str, Row] = {}
     with ProcessPoolExecutor(options.jobs) as pool:
         for made in pool.map(measure, jobs):
             rows |= made
@@ -95,7 +106,8 @@ def main() -> int:
         known = (known if options.quick else {}) | rows
         tables[version()] = known
         TABLE.write_text(dump(tables))
-    wrong = audit(rows, {k: v for k, v in known.items() if k in expected or not options.quick}, expected)
+    known = {k: v for k, v in known.items() if k in expected or not options.quick}
+    wrong = audit(rows, known, expected) + stale(known, {label: row["source"] for label, row in rows.items()})
     print_table(rows)
     print("\n".join(wrong) if wrong else f"compile matrix: {len(rows)} kernels, all as they should be")
     return 1 if wrong else 0

@@ -7,10 +7,14 @@ so what is compiled is exactly what a user's call would compile. `compile_launch
 
 from __future__ import annotations
 
+import ast
 import collections
+import hashlib
+import inspect
 import re
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from compile_gate import multiply_adds
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -98,6 +103,29 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tupl
         if aligned:
             divisible[(i,)] = [["tt.divisibility", 16]]
     return types, constants, divisible
+
+
+def _sources(kernel: JITFunction, found: dict[str, str]) -> None:
+    """The code of a kernel, of the jitted functions that it names, and the constants that they name, without comments."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    function = tree.body[0]
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:]
+    found[kernel.fn.__qualname__] = ast.unparse(tree)
+    for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}):
+        value = kernel.fn.__globals__.get(name)
+        if isinstance(value, tl.constexpr):
+            found[name] = repr(value.value)
+        elif isinstance(value, JITFunction) and value.fn.__qualname__ not in found:
+            _sources(value, found)
+
+
+def digest(launch: Launch) -> str:
+    """What the machine code of a launch is made from, in 12 digits: code, constants, specialisation and options."""
+    sources: dict[str, str] = {}
+    _sources(launch.kernel, sources)
+    facts = (sorted(sources.items()), signature(launch), sorted(launch.options.items()))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def compile_launch(launch: Launch, target: str) -> Any:

@@ -10,6 +10,13 @@ def wide_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(compute_dtype, torch.float32)
 
 
+def taken(x: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+    """x[index]. Older torch cannot index 8-bit floats, so their bytes are."""
+    if x.dtype.itemsize > 1 or not x.is_floating_point():
+        return x[index]
+    return x.view(torch.uint8)[index].view(x.dtype)
+
+
 def einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """torch.einsum of two tensors that sums over one index.
 
@@ -119,7 +126,7 @@ def cached(
     token = torch.arange(length)
     page, offset = pages.long()[token // cache.shape[1]], token % cache.shape[1]
     live = page >= 0
-    tokens = cache[page[live], offset[live]].to(wide_dtype(dtype))
+    tokens = taken(cache, page[live], offset[live]).to(wide_dtype(dtype))
     if scale is not None:
         per_head = scale[page[live], offset[live]] if scale.dim() == 3 else scale
         tokens = tokens * per_head.to(tokens.dtype)[..., None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .attention import cached
+from .attention import cached, taken
 from .rope import rotate
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -148,6 +148,6 @@ def swap_pages(
     pairs = ((k_from, k_to), (v_from, v_to), (k_scale_from, k_scale_to), (v_scale_from, v_scale_to))
     for source, target in pairs:
         if source is not None and target is not None and source.dim() >= 3:
-            pages = source[src_pages.to(source.device)]
+            pages = taken(source, src_pages.to(source.device))
             target[dst_pages.to(target.device)] = pages.to(target.device)
     return ()

@@ -12,7 +12,7 @@ import roofline_data
 
 CI = Path(__file__).parents[1] / "ci"
 sys.path.insert(0, str(CI))
-from compile_gate import Expectation, audit, complaints, dump  # noqa: E402
+from compile_gate import Expectation, audit, complaints, dump, stale  # noqa: E402
 
 from pykernels.roofline.attach import attach  # noqa: E402
 from pykernels.roofline.occupancy import MULTIPROCESSORS, estimate, report_rows  # noqa: E402
@@ -94,6 +94,13 @@ def test_rows_that_are_missing_new_or_left_over_fail() -> None:
     assert "no row" in audit({label: GOOD}, {}, {label: PREFILL})[0]
     assert "no such kernel" in audit({}, {label: GOOD}, {label: PREFILL})[0]
     assert "remove it" in audit({label: GOOD}, {label: GOOD, "old/attention/sm90": GOOD}, {label: PREFILL})[0]
+
+
+def test_a_row_that_was_made_from_other_code_fails() -> None:
+    known = {"a/attention/sm90": GOOD | {"source": "0123"}, "b/attention/sm90": GOOD}
+    assert stale(known, {"a/attention/sm90": "0123"}) == []
+    assert "made from other code" in stale(known, {"a/attention/sm90": "4567"})[0]
+    assert "made from other code" in stale(known, {"b/attention/sm90": "0123"})[0]
 
 
 def test_the_committed_table_obeys_the_rules_and_is_complete() -> None:

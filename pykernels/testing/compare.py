@@ -195,7 +195,8 @@ def judge_rotated_codes(before: Snapshot, after: Mapping[str, Any]) -> Verdict:
     )
 
     limit = 127.0 if cache.dtype == torch.int8 else 448.0
-    codes, scale = cache[page, offset].double(), args["k_scale"].double()
+    stored = cache.view(torch.uint8)  # older torch cannot index 8-bit floats
+    codes, scale = stored[page, offset].view(cache.dtype).double(), args["k_scale"].double()
     if scale.dim() == 3:
         scale = exact.abs().amax(-1) / limit
         scale = torch.where(scale == 0, 1.0, scale)
@@ -213,7 +214,7 @@ def judge_rotated_codes(before: Snapshot, after: Mapping[str, Any]) -> Verdict:
         return Verdict("k_cache", excess, budget, f"k_cache: codes {excess:.3g} off, budget {budget:.3g}; {over}")
     untouched = torch.ones(cache.shape[:2], dtype=torch.bool)
     untouched[page, offset] = False
-    bits = identical("k_cache outside the new slots", cache[untouched], args["k_cache"][untouched])
+    bits = identical("k_cache outside the new slots", stored[untouched], args["k_cache"].view(torch.uint8)[untouched])
     return Verdict("k_cache", excess, budget, bits.reason)
 
 

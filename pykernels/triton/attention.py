@@ -93,15 +93,20 @@ def _visible(n, q_pos, low, high, left, right, LEFT: tl.constexpr, RIGHT: tl.con
 
 @triton.jit
 def _walk(
-    q, m, l, acc, v_unit, dirty, K, V, KBoxes, VBoxes, KScale, VScale, BlockTable, begin, end, low, high, base, head, q_pos,
+    q, first, m, l, acc, v_unit, dirty, K, V, KBoxes, VBoxes, KScale, VScale, BlockTable, begin, end, low, high, base, head, q_pos,
     scale, softcap, slope, left, right, sk_page, sk_slot, sv_page, sv_slot, sks_page, sks_slot, svs_page, svs_slot,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SAME: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, E4M3_BITS: tl.constexpr,
     INT8_PTX: tl.constexpr, DYNAMIC: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [begin, end) of keys, of which [low, high) are real. MASKED: some row may not see some key of a tile."""
+    """Tiles [begin, end) of keys, of which [low, high) are real. MASKED: some row may not see some key of a tile.
+
+    `first` is the largest score of a row, `m` the same in base 2, rounded.
+    """
     DOT: tl.constexpr = tl.float32 if INTERPRETED else TYPE
+    SCALED: tl.constexpr = SOFTCAP or ALIBI  # the scale is in s already
+    FULL: tl.constexpr = tl.float32 == TYPE
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live = (n >= low) & (n < high)
@@ -147,18 +152,24 @@ def _walk(
             finite = tl.abs(v.to(tl.float32)) < float("inf")
             dirty = tl.maximum(dirty, tl.max(tl.max(tl.where(finite, 0, 1), 1), 0))
             v = tl.where(finite, v, tl.zeros([1, 1], v.dtype))
-        if SOFTCAP or ALIBI:
-            top = tl.maximum(m, tl.max(s, 1))
+        new = tl.maximum(first, tl.max(s, 1))
+        top = new if SCALED else new * scale
+        if MASKED:  # a wholly masked tile must not poison the maximum
+            base_line = tl.where(top == NEG_INF, 0.0, top)
+            base_score = tl.where(new == NEG_INF, 0.0, new)
         else:
-            top = tl.maximum(m, tl.max(s, 1) * scale)
-        base_line = top
-        if MASKED:
-            base_line = tl.where(top == NEG_INF, 0.0, top)  # a wholly masked tile must not poison the maximum
-        if SOFTCAP or ALIBI:
+            base_line = top
+            base_score = new
+        if SCALED:
             p = tl.exp2(s - base_line[:, None])
+            alpha = tl.exp2(m - base_line)
+        elif FULL:  # the difference first: a key above all others has p = 1, and gives its value to the last bit
+            p = tl.exp2((s - base_score[:, None]) * scale[:, None])
+            alpha = tl.exp2((first - base_score) * scale)
         else:
             p = tl.exp2(multiply_subtract(s, scale[:, None], base_line[:, None]))
-        alpha = tl.exp2(m - base_line)
+            alpha = tl.exp2(m - base_line)
+        first = new
         m = top
         l = l * alpha + tl.sum(p, 1)
         if DYNAMIC:
@@ -172,7 +183,7 @@ def _walk(
             v_unit = unit
         acc = acc * alpha[:, None]
         acc = tl.dot(narrow(p, TYPE).to(DOT), v, acc, input_precision="ieee")
-    return m, l, acc, v_unit, dirty
+    return first, m, l, acc, v_unit, dirty
 
 
 @triton.jit
@@ -318,7 +329,8 @@ def attention(
         KScale += head * sks_head
         VScale += head * svs_head
 
-    m = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    first = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    m = first
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     v_unit = 1.1754943508222875e-38
@@ -327,8 +339,8 @@ def attention(
         if part == 1 or part == 2 or LEFT:
             begin = low if part == 0 else (head_end if part == 1 else tail)
             end = head_end if part == 0 else (tail if part == 1 else high)
-            m, l, acc, v_unit, dirty = _walk(
-                q, m, l, acc, v_unit, dirty, K, V, KBoxes, VBoxes, KScale, VScale, BlockTable, begin, tl.minimum(end, high),
+            first, m, l, acc, v_unit, dirty = _walk(
+                q, first, m, l, acc, v_unit, dirty, K, V, KBoxes, VBoxes, KScale, VScale, BlockTable, begin, tl.minimum(end, high),
                 low, high, base, head, q_pos, scale, softcap, slope, left, right, sk_page, sk_slot, sv_page, sv_slot,
                 sks_page, sks_slot, svs_page, svs_slot, D, DV, D_PAD, DV_PAD, BLOCK_N if part == 1 else MASK_N, PAGE, SAME,
                 WIDE, TYPE, E4M3_BITS, INT8_PTX, DYNAMIC, SOFTCAP, Alibi is not None, LEFT, RIGHT, part != 1,
@@ -341,6 +353,11 @@ def attention(
                                       PAGE, E4M3_BITS, LEFT, RIGHT)  # fmt: skip
 
     norm = tl.where(l == 0, 0.0, 1.0 / tl.where(l == 0, 1.0, l))
+    if not (SOFTCAP or DYNAMIC or tl.float32 == TYPE) and Alibi is None:
+        # m is rounded, so the largest p is not quite 1, and the product takes it rounded to TYPE: with logits of 1e4 and more
+        # that shows. The sum must hold what the product does.
+        largest = tl.where(l == 0, 1.0, tl.exp2(multiply_subtract(first, scale, m)))
+        norm = norm * (largest / narrow(largest, TYPE).to(tl.float32))
     lse = tl.where(l == 0, NEG_INF, (m + tl.log2(tl.where(l == 0, 1.0, l))) * LN2)
     if DYNAMIC:
         norm = norm * v_unit

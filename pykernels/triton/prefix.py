@@ -20,7 +20,7 @@ FLOOR = tl.constexpr(2.0**-14)  # tokens less likely than this, against the firs
 def key_of(y):
     """uint32 that orders as float32 does: negative numbers are complemented, the others get the top bit."""
     bits = y.to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
