@@ -47,6 +47,9 @@ MASK: dict[str, Change] = {
 } | ({} if NEW_MASKS else {"cache_position": ("changes", torch.arange(9) + 1)})
 
 
+CAUSAL = {"kv_length": 12, "attention_mask": PADDING}
+
+
 def seen(args: dict[str, Any]) -> torch.Tensor:
     """What a mask shows, `[batch, queries, keys]`: attention over equal keys to values that are the rows of an identity."""
     given = dict(args)

@@ -243,6 +243,8 @@ def _rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.T
 # ---- the four kinds of visibility -----------------------------------------------------------------------------------
 def _flat(query: torch.Tensor) -> torch.Tensor:
     """`[batch, heads, queries, dim]` -> `[batch * queries, heads, dim]`."""
+    if query.shape[2] == 1:
+        return query.squeeze(2)
     return query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
 
 
@@ -254,18 +256,14 @@ def _window(band: Band) -> dict[str, Any]:
 def _over_runs(
     mask: Runs | Segments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor:
-    batch, _, queries, _ = query.shape
+    queries = query.shape[2]
     if isinstance(mask, Segments):
         k, v = _flat(key), _flat(value)
         cu_q = cu_k = mask.cu_seqlens
         longest_q, longest_k = mask.longest, mask.longest
     else:
         k, v, step = _rows(key, value)
-        number = torch.arange(batch, dtype=torch.int32, device=query.device)
-        q0, k0 = number * queries, number * step
-        # Three sequences a row: the keys that nobody sees, the queries with their keys, the queries that are padding.
-        cu_q = _starts(q0, q0 + mask.q_last, q0 + queries)
-        cu_k = _starts(k0 + mask.k_first, k0 + mask.k_last, k0 + mask.k_last)
+        cu_q, cu_k = mask.starts(step)
         longest_q, longest_k = queries, k.shape[0]
     out: Any = prefill_attention(
         _flat(query),
@@ -279,11 +277,6 @@ def _over_runs(
         **options,
     )
     return out
-
-
-def _starts(*ends: torch.Tensor) -> torch.Tensor:
-    """Cumulative lengths from where each sequence ends, `[batch]` each, several per row."""
-    return torch.nn.functional.pad(torch.stack(ends, dim=1).flatten(), (1, 0))
 
 
 def _over_pages(
@@ -305,14 +298,12 @@ def _over_pages(
 def _over_table(
     mask: Table, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor:
-    batch, _, queries, _ = query.shape
     k, v, step = _rows(key, value)
-    row = torch.arange(batch, dtype=torch.int32, device=query.device).repeat_interleave(queries)
     out: Any = paged_decode_attention(
         _flat(query),
         k[:, None],  # pages of one token
         v[:, None],
-        block_table=mask.keys + (row * step)[:, None],
+        block_table=mask.rows(query.shape[0], step),
         seqlens_k=mask.seqlens,
         causal=False,
         **options,

@@ -117,6 +117,17 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
     return band if isinstance(band, Band) and min(band.window) >= -1 and -1 not in band else None
 
 
+Memo = dict[int, Any]  # what the layers of one forward pass compute alike from a mask, by rows between two sequences
+
+
+def once(memo: Memo, step: int, make: Callable[[], Any]) -> Any:
+    if torch.compiler.is_compiling():
+        return make()  # the compiler merges what is the same; a graph cannot fill a dictionary outside of it
+    if step not in memo:
+        memo[step] = make()
+    return memo[step]
+
+
 class Runs(NamedTuple):
     """Row b: queries `[0, q_last)` over keys `[k_first, k_last)`, the last query aligned with the last key.
 
@@ -130,10 +141,27 @@ class Runs(NamedTuple):
     q_length: int
     kv_length: int
     padded: bool
+    memo: Memo
 
     @property
     def ndim(self) -> int:
         return 4  # transformers takes what has two dimensions for a padding mask
+
+    def starts(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`cu_seqlens_q` and `cu_seqlens_k` over rows of keys, `step` of them from one sequence to the next."""
+        return once(self.memo, step, lambda: self._starts(step))
+
+    def _starts(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        number = torch.arange(self.q_last.shape[0], dtype=torch.int32, device=self.q_last.device)
+        q0, k0 = number * self.q_length, number * step
+        # Three sequences a row: the keys that nobody sees, the queries with their keys, the queries that are padding.
+        starts_q = _cumulative(q0, q0 + self.q_last, q0 + self.q_length)
+        return starts_q, _cumulative(k0 + self.k_first, k0 + self.k_last, k0 + self.k_last)
+
+
+def _cumulative(*ends: torch.Tensor) -> torch.Tensor:
+    """Cumulative lengths from where each sequence ends, `[batch]` each, several per row."""
+    return torch.nn.functional.pad(torch.stack(ends, dim=1).flatten(), (1, 0))
 
 
 class Pages(NamedTuple):
@@ -155,10 +183,19 @@ class Table(NamedTuple):
     keys: torch.Tensor
     seqlens: torch.Tensor
     kv_length: int
+    memo: Memo
 
     @property
     def ndim(self) -> int:
         return 4
+
+    def rows(self, batch: int, step: int) -> torch.Tensor:
+        """The keys as rows, `step` of them from one sequence to the next: int32 `[queries, kv_length]`."""
+        return once(self.memo, step, lambda: self._rows(batch, step))
+
+    def _rows(self, batch: int, step: int) -> torch.Tensor:
+        first = torch.arange(0, batch * step, step, dtype=torch.int32, device=self.keys.device)
+        return (self.keys.view(batch, -1, self.kv_length) + first.view(-1, 1, 1)).view(self.keys.shape)
 
 
 class Segments(NamedTuple):
@@ -186,7 +223,7 @@ def table_of(visible: torch.Tensor) -> Table:
     length = visible.shape[-1]
     rows = visible.reshape(-1, length)
     keys = torch.where(rows, torch.arange(length, dtype=torch.int32, device=rows.device), length)
-    return Table(keys.sort(dim=-1).values, rows.sum(dim=-1, dtype=torch.int32), length)
+    return Table(keys.sort(dim=-1).values, rows.sum(dim=-1, dtype=torch.int32), length, {})
 
 
 # Beside what the pattern is: hints by which other masks are skipped, and how they are made.
@@ -264,6 +301,8 @@ class _Sizes(NamedTuple):
         return beyond <= 0 if band.right == 0 else beyond == 0
 
     def per_row(self, value: int | torch.Tensor) -> torch.Tensor:
+        if isinstance(value, int):
+            return torch.full((self.batch,), value, dtype=torch.int32, device=self.device)
         return torch.as_tensor(value, device=self.device).to(torch.int32).repeat(self.batch)
 
 
@@ -277,6 +316,8 @@ def _known_pattern(sizes: _Sizes, band: Band, padding: torch.Tensor | None) -> R
     """Runs, or Pages for a single query; None for padding that leaves a hole, or that comes first for a single query."""
     causal = band.right is not None
     last_key = sizes.per_row(sizes.q_offset + sizes.queries - sizes.kv_offset if causal else sizes.keys)
+    if padding is None and sizes.queries == 1:
+        return _one_query(sizes, band, last_key)
     first = torch.zeros_like(last_key)
     q_last = sizes.per_row(sizes.queries)
     if padding is not None:
@@ -297,9 +338,13 @@ def _known_pattern(sizes: _Sizes, band: Band, padding: torch.Tensor | None) -> R
             q_last = (stop + (sizes.kv_offset - sizes.q_offset)).clamp(0, sizes.queries).to(torch.int32)
         last_key = torch.minimum(last_key, stop)
     if sizes.queries == 1:
-        rows = torch.arange(sizes.batch, dtype=torch.int32, device=sizes.device)[:, None]
-        return Pages(last_key, rows, band, sizes.keys)
-    return Runs(q_last, first, torch.maximum(last_key, first), band, sizes.queries, sizes.keys, padding is not None)
+        return _one_query(sizes, band, last_key)
+    return Runs(q_last, first, torch.maximum(last_key, first), band, sizes.queries, sizes.keys, padding is not None, {})
+
+
+def _one_query(sizes: _Sizes, band: Band, last_key: torch.Tensor) -> Pages:
+    rows = torch.arange(sizes.batch, dtype=torch.int32, device=sizes.device)[:, None]
+    return Pages(last_key, rows, band, sizes.keys)
 
 
 def _real_keys(sizes: _Sizes, padding: torch.Tensor) -> torch.Tensor:
