@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pykernels.roofline.ceilings import MARGIN as ROOF_MARGIN
+
 from .verdict import AMBIGUOUS, MIN_REPETITIONS, SAME, SLOWER, Verdict, of_pairs, of_samples
 
 MARGIN = 0.03
@@ -24,7 +26,9 @@ FILE_MARGIN = 0.10  # two files were not measured in turn
 MARGINS: dict[str, float] = {}  # per benchmark, where the general one is not right; each with its reason
 SAMPLES = 5  # of each visit to a side; the fastest counts, since what interrupts a sample only makes it longer
 RESTART = 3
-MISSING, CHANGED = "MISSING", "CHANGED OUTPUT"
+MISSING, CHANGED, ABOVE_ROOF = "MISSING", "CHANGED OUTPUT", "ABOVE ROOF"
+MORE, FEWER = "MORE INSTRUCTIONS", "FEWER INSTRUCTIONS"
+FAILING = frozenset({SLOWER, MISSING, CHANGED, ABOVE_ROOF, MORE, FEWER})
 Benchmark = tuple[str, str]  # op, case
 
 
@@ -42,7 +46,7 @@ class Line:
 
     @property
     def failed(self) -> bool:
-        return self.kind in (SLOWER, MISSING, CHANGED)
+        return self.kind in FAILING
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"failed": self.failed}
@@ -205,6 +209,8 @@ def file_line(name: str, old: dict[str, Any] | None, new: dict[str, Any] | None,
     """The verdict over a benchmark's entries in two runs (values of `entries`), each normalised by its control."""
     if old is None or new is None:
         return Line(name, MISSING, note=f"only in {'A' if new is None else 'B'}")
+    if (new.get("roof_pct") or 0.0) > 100 * ROOF_MARGIN:
+        return Line(name, ABOVE_ROOF, note=f"{new['roof_pct']:.0f} % of its roof: the time or the cost is wrong")
     if old["output_hash"] != new["output_hash"]:
         return Line(name, CHANGED, note=f"{old['output_hash']} became {new['output_hash']}")
     if old["temperature"] != new["temperature"] or old["entry"] != new["entry"]:

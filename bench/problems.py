@@ -258,6 +258,22 @@ SMOKE: dict[str, Row] = {
     "gated_activation": ("smollm2", "bfloat16", 1),
 }
 
+# What the gates on roofs and on instructions take: the smoke rows, but enough tokens that the work outweighs a call.
+GATED: dict[str, Row] = SMOKE | {
+    "merge_attention_states": ("smollm2", "bfloat16", 256),
+    "append_kv": ("smollm2", "bfloat16", "int8", 256),
+    "rope_append_kv": ("smollm2", "bfloat16", "int8", 256),
+    "embedding": ("smollm2", "q8_0", "bfloat16", 128),
+    "rms_norm": ("smollm2", "bfloat16", 256),
+    "rotary_embedding": ("smollm2", "bfloat16", 256),
+    "gated_activation": ("smollm2", "bfloat16", 256),
+}
+
+
+def gated(op: str) -> Case:
+    """The problem of an op that the gates on roofs and instructions take."""
+    return problem(op, **dict(zip(GRIDS[op].columns, GATED[op], strict=True)))
+
 
 def problem(op: str, **columns: Any) -> Case:
     """The case of a row. ValueError for columns that the op's grid does not have."""

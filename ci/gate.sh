@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Every gate on speed that needs no GPU: the CPU kernels against a revision (default: the commit before), Triton's machine code
-# and, where nvcc is found, CUDA's against the committed figures. Writes markdown. Usage: ci/gate.sh [REVISION [OPTION OF pykernels gate...]]
+# Every gate on speed that needs no GPU: the CPU kernels against a revision (default: the commit before), their instructions and
+# their shares of the roof against bench/baselines, Triton's machine code and, where nvcc is found, CUDA's against the committed
+# figures. Writes markdown, and fails when one of them does. Needs valgrind. Usage: ci/gate.sh [REVISION [OPTION OF pykernels gate...]]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 [ -x .venv/bin/python ] || { source ci/setup.sh test; }
 failed=0
 gate() { printf '\n### %s\n\n' "$1"; shift; "$@" || failed=1; }
 fenced() { echo '```'; "$@"; local code=$?; echo '```'; return $code; }
-gate "CPU kernels" .venv/bin/python -m pykernels.cli gate "${1:-HEAD~1}" . --markdown "${@:2}"
+pykernels() { .venv/bin/python -m pykernels.cli "$@"; }
+gate "CPU kernels" pykernels gate "${1:-HEAD~1}" . --markdown "${@:2}"
+gate "Instructions" pykernels baseline instructions --markdown
+gate "Shares of the roof" pykernels baseline roof --markdown
 gate "Triton" fenced .venv/bin/python ci/compile_matrix.py --quick
 if command -v nvcc >/dev/null; then gate "CUDA" fenced bash ci/build_cuda.sh; else echo "CUDA: not gated, nvcc is not on PATH"; fi
 exit $failed

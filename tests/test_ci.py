@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -38,8 +39,18 @@ def test_actions_are_pinned_to_a_version(jobs: dict[str, Any]) -> None:
 def test_the_gate_sees_the_history_and_runs_on_pull_requests_alone(jobs: dict[str, Any]) -> None:
     gate = jobs["gate"]
     assert gate["if"] == "github.event_name == 'pull_request'"
-    assert gate["steps"][0]["with"]["fetch-depth"] == 0
+    (checkout,) = (step for step in gate["steps"] if step.get("uses", "").startswith("actions/checkout"))
+    assert checkout["with"]["fetch-depth"] == 0
     assert "if" not in jobs["test"]
+
+
+def test_the_gate_runs_where_its_instruction_counts_are_from(jobs: dict[str, Any]) -> None:
+    gate, script = jobs["gate"], (ROOT / "ci" / "gate.sh").read_text()
+    assert "baseline instructions" in script
+    assert any("install -y --no-install-recommends valgrind" in text for text in commands(gate))
+    table = json.loads((ROOT / "bench" / "baselines" / "instructions.json").read_text())
+    assert any(key.startswith("GCC 12.2") for key in table)
+    assert gate["container"].endswith("bookworm")  # whose compiler is GCC 12.2
 
 
 @pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "ci").glob("*.sh")))

@@ -101,7 +101,18 @@ def test_an_unwritable_report_folder_is_one_line(tmp_path: Path) -> None:
 
 
 def test_help_has_examples() -> None:
-    for command in ("generate", "roofline", "report", "profile", "check", "bench", "gate", "tune", "doctor"):
+    for command in (
+        "generate",
+        "roofline",
+        "report",
+        "profile",
+        "check",
+        "bench",
+        "gate",
+        "baseline",
+        "tune",
+        "doctor",
+    ):
         done = pykernels(command, "--help")
         assert done.returncode == 0
         assert f"pykernels {command}" in done.stdout.split("examples:")[1]

@@ -25,6 +25,7 @@ COMMANDS = {
     "profile": "run a benchmark's call under ncu, nsys, torch.profiler or perf, and read what it counted",
     "bench": "time ops on this machine, under their roofs and beside an earlier run",
     "gate": "compare two revisions, or two files of the suite, and fail when an op became slower",
+    "baseline": "compare roofs, instructions or times with the committed baselines, or update those",
     "tune": "search tiles of the Triton kernels on this GPU, and write the table that they then use",
     "doctor": "show backends with the reasons why one is missing, ISA level, threads, versions",
 }
