@@ -261,11 +261,13 @@ def test_a_build_of_nothing_and_a_kernel_without_a_row_fail(build: Any, capsys: 
         ({"spills": 3}, 1, "3 spills"),
         ({"tensor_ops": {}}, 1, "no tensor cores"),
         ({"tensor_ops": {"HMMA.16816": 9999}}, 1, "no HGMMA"),
+        ({"source": "older"}, 1, "made from other code"),
         (None, 1, "launches no such kernel"),
     ],
-    ids=["unchanged", "spill", "vector units", "narrower instruction", "missing"],
+    ids=["unchanged", "spill", "vector units", "narrower instruction", "stale", "missing"],
 )
 def test_the_triton_kernels(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     change: dict[str, Any] | None,
@@ -276,7 +278,10 @@ def test_the_triton_kernels(
     pytest.importorskip("triton")
     import compile_matrix
 
-    rows = json.loads(compile_matrix.TABLE.read_text())[compile_matrix.version()]
+    committed = json.loads(compile_matrix.TABLE.read_text())[compile_matrix.version()]
+    rows = {label: row | {"source": "this"} for label, row in committed.items()}
+    table = tmp_path / "matrix.json"
+    table.write_text(json.dumps({compile_matrix.version(): rows}))
     broken = next(k for k in compile_matrix.expectations(True) if k.endswith("attention/sm90") and "prefill" in k)
 
     def measure(job: tuple[str, str]) -> dict[str, Any]:
@@ -287,6 +292,7 @@ def test_the_triton_kernels(
                 del made[broken]
         return made
 
+    monkeypatch.setattr(compile_matrix, "TABLE", table)
     monkeypatch.setattr(compile_matrix, "measure", measure)
     monkeypatch.setattr(compile_matrix, "ProcessPoolExecutor", ThreadPoolExecutor)
     monkeypatch.setattr(sys, "argv", ["compile_matrix.py", "--quick"])
