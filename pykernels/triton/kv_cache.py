@@ -13,6 +13,7 @@ import triton.language as tl
 from . import configs
 from .common import narrow, padded, target_of
 from .fp8 import encode_e4m3, widen_e4m3
+from .launch import scale_strides
 from .rope import angles, pair_sizes, rotate_heads, rotated_pairs
 
 
@@ -139,12 +140,6 @@ def _append(
                     DV, DV_PAD, KIND, DYNAMIC)  # fmt: skip
 
 
-def _scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
-    if scale is None or scale.dim() == 0:
-        return 0, 0, 0
-    return (0, 0, scale.stride(0)) if scale.dim() == 1 else scale.stride()
-
-
 def _bytes_of(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
@@ -181,7 +176,7 @@ def _launch_append(
     _append[tokens, kv_blocks + q_blocks](
         q, k, v, positions, inv_freq, q_out, _bytes_of(k_cache), _bytes_of(v_cache), k_scale, v_scale, slots,
         float(rope_scale), k_cache.shape[0], k_cache.shape[1], kv_heads, q_heads, kv_blocks, *rotated, *strides,
-        *_scale_strides(k_scale), *_scale_strides(v_scale), head_dim, triton.next_power_of_2(head_dim), head_dim_v,
+        *scale_strides(k_scale), *scale_strides(v_scale), head_dim, triton.next_power_of_2(head_dim), head_dim_v,
         triton.next_power_of_2(head_dim_v), pairs, *pair_sizes(head_dim, pairs), heads, interleaved,
         _KINDS.get(k_cache.dtype, "float"), k_scale is not None and k_scale.dim() == 3, num_warps=4,
     )  # fmt: skip
@@ -234,7 +229,7 @@ def gather_kv(*, k_cache, v_cache, block_table, seqlens_k, k_scale, v_scale, k, 
         block = configs.GATHERED_TOKENS
         _gather[batch, triton.cdiv(capacity, block), heads](
             _bytes_of(cache) if bits else cache, scale, block_table, seqlens_k, out, out.shape[0], block_table.stride(0),
-            *cache.stride()[:3], *_scale_strides(scale), *out.stride()[:2], page_size, width, padded(width), block, 128,
+            *cache.stride()[:3], *scale_strides(scale), *out.stride()[:2], page_size, width, padded(width), block, 128,
             scale is not None, scale is not None and scale.dim() == 3, bits, num_warps=4,
         )  # fmt: skip
 

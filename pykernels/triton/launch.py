@@ -56,11 +56,11 @@ class AttentionCall:
         )
 
 
-def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
+def scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
     """(page, slot, head) strides of a scale: dynamic, per head, or one number."""
     if scale is None or scale.dim() == 0:
         return 0, 0, 0
-    return (0, 0, scale.stride(0)) if scale.dim() == 1 else tuple(scale.stride())
+    return (0, 0, scale.stride(0)) if scale.dim() == 1 else (scale.stride(0), scale.stride(1), scale.stride(2))
 
 
 def _descriptor(x: torch.Tensor, block_n: int) -> Any:
@@ -74,7 +74,7 @@ def attention_arguments(call: AttentionCall, tile: Tile) -> dict[str, Any]:
     """Keyword arguments of `attention.attention` for a call and a tile."""
     q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
     head_dim, head_dim_v = q.shape[2], v.shape[3]
-    split = out.dim() == 4
+    split_strides = (0, 0) if out.dim() == 3 or lse is None else (out.stride(0), lse.stride(0))
     paged = call.block_table is not None
     bits = k.dtype == torch.float8_e4m3fn and not target_of(q).has_e4m3
     dynamic = call.k_scale is not None and call.k_scale.dim() == 3
@@ -84,7 +84,7 @@ def attention_arguments(call: AttentionCall, tile: Tile) -> dict[str, Any]:
     int8_ptx = k.dtype == torch.int8 and dot_type == tl.float16 and target_of(q).backend == "cuda"
     if bits:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    ks, vs = _scale_strides(call.k_scale), _scale_strides(call.v_scale)
+    ks, vs = scale_strides(call.k_scale), scale_strides(call.v_scale)
     slot = 1 if paged else 0  # contiguous keys stand one per page
     pages = (k.stride(0), k.stride(slot), k.stride(2)), (v.stride(0), v.stride(slot), v.stride(2))
     boxes = (_descriptor(k, tile.block_n), _descriptor(v, tile.block_n)) if tile.tma else (None, None)
@@ -96,9 +96,9 @@ def attention_arguments(call: AttentionCall, tile: Tile) -> dict[str, Any]:
         BlockTable=call.block_table, CuQ=call.cu_seqlens_q, CuK=call.cu_seqlens_k, SeqK=call.seqlens_k,
         total_q=q.shape[0], num_seqs=call.batch, scale_high=scale_high, scale_low=scale_low, softcap=float(call.softcap),
         left=call.window_left, right=call.window_right, split_size=call.split_size,
-        s_table=call.block_table.stride(0) if paged else 0,
-        sq_row=q.stride(0), sq_head=q.stride(1), so_part=out.stride(0) if split else 0, so_row=out.stride(-3),
-        so_head=out.stride(-2), sl_part=lse.stride(0) if split else 0, sl_head=0 if lse is None else lse.stride(-2),
+        s_table=0 if call.block_table is None else call.block_table.stride(0),
+        sq_row=q.stride(0), sq_head=q.stride(1), so_part=split_strides[0], so_row=out.stride(-3),
+        so_head=out.stride(-2), sl_part=split_strides[1], sl_head=0 if lse is None else lse.stride(-2),
         sk_page=pages[0][0], sk_slot=pages[0][1], sk_head=pages[0][2],
         sv_page=pages[1][0], sv_slot=pages[1][1], sv_head=pages[1][2],
         sks_page=ks[0], sks_slot=ks[1], sks_head=ks[2], svs_page=vs[0], svs_slot=vs[1], svs_head=vs[2],
@@ -108,5 +108,5 @@ def attention_arguments(call: AttentionCall, tile: Tile) -> dict[str, Any]:
         SAME=pages[0][:2] == pages[1][:2] and ks == vs, WIDE=call.k.shape[1] * max(pages[0][1], pages[1][1]) >= 2**31,
         TYPE=dot_type, NORM_Q=norm_q, E4M3_BITS=bits, INT8_PTX=int8_ptx, DYNAMIC=dynamic,
         SOFTCAP=call.softcap > 0, LEFT=call.window_left >= 0, RIGHT=call.window_right >= 0,
-        SPLIT=split, SPLIT_TOKENS=SPLIT_TOKENS, MAX_SPLITS=MAX_SPLITS,
+        SPLIT=out.dim() == 4, SPLIT_TOKENS=SPLIT_TOKENS, MAX_SPLITS=MAX_SPLITS,
     )  # fmt: skip

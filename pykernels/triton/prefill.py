@@ -25,7 +25,7 @@ def prefill_attention(
         window_left=window_left, window_right=0 if causal else window_right, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, out=out, lse=lse,
     )  # fmt: skip
-    _launch(call, tma_ok=_descriptors_fit(k) and _descriptors_fit(v))
+    _launch(call, cu_seqlens_q, tma_ok=_descriptors_fit(k) and _descriptors_fit(v))
 
 
 def paged_prefill_attention(
@@ -39,7 +39,7 @@ def paged_prefill_attention(
         v_scale=v_scale, softmax_scale=softmax_scale, window_left=window_left, window_right=0 if causal else window_right,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, out=out, lse=lse,
     )  # fmt: skip
-    _launch(call, tma_ok=False)
+    _launch(call, cu_seqlens_q, tma_ok=False)
 
 
 def _descriptors_fit(x: torch.Tensor) -> bool:
@@ -49,7 +49,7 @@ def _descriptors_fit(x: torch.Tensor) -> bool:
     return rows > 0 and x.stride(1) == width == padded(width) and aligned
 
 
-def _launch(call: AttentionCall, tma_ok: bool) -> None:
+def _launch(call: AttentionCall, cu_seqlens_q: torch.Tensor, tma_ok: bool) -> None:
     total_q, num_heads = call.q.shape[:2]
     num_kv_heads = call.k.shape[2]
     if total_q == 0 or num_heads == 0:
@@ -61,5 +61,5 @@ def _launch(call: AttentionCall, tma_ok: bool) -> None:
         return
     tile = configs.prefill_tile(target_of(call.q), call.shape, tma_ok)
     block_q = tile.block_m // call.group
-    grid = (total_q // block_q + call.cu_seqlens_q.shape[0], num_kv_heads, 1)
+    grid = (total_q // block_q + cu_seqlens_q.shape[0], num_kv_heads, 1)
     attention[grid](**attention_arguments(call, tile), num_warps=tile.num_warps, num_stages=tile.num_stages)
