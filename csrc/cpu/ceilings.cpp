@@ -235,13 +235,15 @@ struct Timing {
 template <class Body>
 Timing timed(int threads, int64_t rounds, Body&& body) {
   std::vector<Span> spans(size_t(team().size()));
-  team().run([&](int tid) {
-    if (team().size() > 1) team().barrier();
-    if (tid >= threads) return;
-    spans[size_t(tid)].first = now();
-    for (int64_t r = 0; r < rounds; ++r) body(tid);
-    spans[size_t(tid)].last = now();
-  });
+  team().run(
+      [&](int tid) {
+        if (team().size() > 1) team().barrier();
+        if (tid >= threads) return;
+        spans[size_t(tid)].first = now();
+        for (int64_t r = 0; r < rounds; ++r) body(tid);
+        spans[size_t(tid)].last = now();
+      },
+      Team::Start::together);
   spans.resize(size_t(threads));
   double first = spans[0].first, last = spans[0].last;
   Timing t;
@@ -301,9 +303,11 @@ struct Sweep {
 
 void touch(const Buffer& buffer, int threads) {  // by the thread that will read it, which places the pages near it
   const int64_t part = buffer.bytes() / threads;
-  team().run([&](int tid) {
-    if (tid < threads) std::memset(buffer.data() + part * tid, 1, size_t(part));
-  });
+  team().run(
+      [&](int tid) {
+        if (tid < threads) std::memset(buffer.data() + part * tid, 1, size_t(part));
+      },
+      Team::Start::together);
 }
 
 }  // namespace

@@ -244,7 +244,7 @@ void paged_decode_attention(const PagedDecodeParams& p) {
   starts[0] = 0;
   for (int64_t b = 0; b < z.batch; ++b) starts[b + 1] = starts[b] + cut(p, scoring, b, nullptr);
   const int64_t count = starts[z.batch];
-  static thread_local Scratch list_memory;
+  static thread_local Scratch list_memory, left_memory;
   Split* splits = list_memory.get<Split>(count);
   int64_t tokens = 0;
   for (int64_t b = 0; b < z.batch; ++b) cut(p, scoring, b, splits + starts[b]);
@@ -257,6 +257,12 @@ void paged_decode_attention(const PagedDecodeParams& p) {
   const int64_t room = padded(Room::floats(z), 1024);
   float* rooms = room_memory.get<float>(room * workers);
   std::atomic<int64_t> next{0};
+  int32_t* left = left_memory.get<int32_t>(z.batch);  // units of each sequence that are not done
+  const auto merge = [&](int64_t b) {
+    for (int64_t head = 0; head < z.heads; ++head) merge_splits(p, z, scoring, partials, starts[b], starts[b + 1] - starts[b], b, head);
+  };
+  for (int64_t b = 0; b < z.batch; ++b)
+    if (!(left[b] = int32_t((starts[b + 1] - starts[b]) * per_split))) merge(b);
   visit_product(p, [&]<class P>() {
     team().parallel_for(workers, 1, [&](int64_t, int64_t, int tid) {
       const Room own(rooms + tid * room, z);
@@ -270,11 +276,8 @@ void paged_decode_attention(const PagedDecodeParams& p) {
         upcoming = take();
         attend_unit<P>(p, z, scoring, *unit, upcoming ? &*upcoming : nullptr, std::exchange(cold, false), own,
                        Partial(partials, z, unit->index));
-      }
-      if (workers > 1) team().barrier();
-      for (int64_t r = z.batch * z.heads * tid / workers; r < z.batch * z.heads * (tid + 1) / workers; ++r) {
-        const int64_t b = r / z.heads;
-        merge_splits(p, z, scoring, partials, starts[b], starts[b + 1] - starts[b], b, r % z.heads);
+        const int64_t b = unit->split.sequence;
+        if (std::atomic_ref(left[b]).fetch_sub(1, std::memory_order_acq_rel) == 1) merge(b);  // the last one
       }
     });
   });

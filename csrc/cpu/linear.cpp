@@ -185,7 +185,7 @@ void linear_packed(const LinearParams& p) {
     team().parallel_for(1, 1, [&](int64_t, int64_t, int) { work(0, 1); });
     return;
   }
-  team().run([&](int tid) { work(tid, team().size()); }, blocks);
+  team().run([&](int tid) { work(tid, team().size()); }, shared ? Team::Start::together : Team::Start::apart, blocks);
 }
 
 // ---- dense weights ---------------------------------------------------------------------------------------------

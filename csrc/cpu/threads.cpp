@@ -31,7 +31,7 @@ inline void relax() {
 #endif
 }
 
-void wait_while(std::atomic<int32_t>& word, int32_t value, std::atomic<int32_t>& parked) {
+void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int32_t>& parked) {
   const auto start = std::chrono::steady_clock::now();
   for (auto waited = start - start; waited < kYield; waited = std::chrono::steady_clock::now() - start) {
     for (int i = 0; i < kPauses; ++i) {
@@ -68,19 +68,20 @@ Shares::Span Shares::from_fullest(uint32_t grain) {
   }
 }
 
-Team::Team(int size) : size_(size), shares_(size) {
+Team::Team(int size) : size_(size), shares_(size), parts_(size_t(size)) {
   for (int tid = 1; tid < size; ++tid) threads_.emplace_back([this, tid] { worker(tid); });
 }
 
 Team::~Team() {
   stop_ = true;
-  barrier();
+  ++run_;
+  run_.notify_all();
   for (auto& t : threads_) t.join();
 }
 
 void Team::barrier() {
-  const int32_t epoch = epoch_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+  const uint32_t epoch = epoch_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(size_)) {
     arrived_.store(0, std::memory_order_relaxed);
     epoch_.store(epoch + 1);
     if (parked_.load()) epoch_.notify_all();
@@ -89,25 +90,45 @@ void Team::barrier() {
   wait_while(epoch_, epoch, parked_);
 }
 
-void Team::run_erased(Erased fn, void* body, int64_t shared) {
+void Team::finish_part() {
+  if (left_.fetch_sub(1) == 1 && parked_.load()) left_.notify_all();
+}
+
+void Team::run_erased(Erased fn, void* body, Start start, int64_t shared) {
   std::lock_guard<std::mutex> lock(caller_);
   const uint32_t saved = flush_denormals();
   fn_ = fn;
   body_ = body;
   for (int tid = 0; shared && tid < size_; ++tid) shares_.reset(tid, shared);
-  if (size_ > 1) barrier();
+  if (size_ == 1) {
+    fn(body, 0);
+    return restore_denormals(saved);
+  }
+  uint32_t number = run_.load(std::memory_order_relaxed) + 1;
+  number += number == 0;  // 0 marks a part that is taken
+  left_.store(uint32_t(size_ - 1), std::memory_order_relaxed);
+  for (int tid = 1; tid < size_; ++tid) parts_[size_t(tid)].number.store(number, std::memory_order_relaxed);
+  run_.store(number);
+  if (parked_.load()) run_.notify_all();
   fn(body, 0);
-  if (size_ > 1) barrier();
+  for (int tid = 1; tid < size_ && start == Start::apart; ++tid)
+    if (claim(tid, number)) {
+      fn(body, tid);
+      finish_part();
+    }
+  for (uint32_t left; (left = left_.load()) != 0;) wait_while(left_, left, parked_);
   restore_denormals(saved);
 }
 
 void Team::worker(int tid) {
   flush_denormals();
-  for (;;) {
-    barrier();
+  for (uint32_t number = 0;;) {
+    wait_while(run_, number, parked_);
+    number = run_.load();
     if (stop_) return;
+    if (!claim(tid, number)) continue;  // the caller has done it
     fn_(body_, tid);
-    barrier();
+    finish_part();
   }
 }
 

@@ -47,12 +47,14 @@ class Team {
   ~Team();
   int size() const { return size_; }
 
-  // Calls body(tid) on every thread and returns when all are done. One caller at a time; not re-entrant.
-  // The body must not throw: validate before. `shared`: what shares() starts with.
+  // Calls body(tid) once for every tid and returns when all are done. Who has not begun when the caller is done with its own part
+  // (its CPU may be busy in another library's pool) loses it to the caller; a body that calls barrier() needs all threads
+  // `together`. One caller at a time; not re-entrant. The body must not throw: validate before. `shared`: what shares() starts with.
+  enum class Start { apart, together };
   template <class Body>
-  void run(Body&& body, int64_t shared = 0) {
+  void run(Body&& body, Start start = Start::apart, int64_t shared = 0) {
     using Plain = std::remove_reference_t<Body>;
-    run_erased([](void* b, int tid) { (*static_cast<Plain*>(b))(tid); }, const_cast<void*>(static_cast<const void*>(&body)), shared);
+    run_erased([](void* b, int tid) { (*static_cast<Plain*>(b))(tid); }, const_cast<void*>(static_cast<const void*>(&body)), start, shared);
   }
   // Splits [0, n) into one contiguous range per thread: body(begin, end, tid). Runs inline when n is below `grain`.
   template <class Body>
@@ -66,14 +68,20 @@ class Team {
       if (begin < end) body(begin, end, tid);
     });
   }
-  // Inside run(): every thread waits for all others.
+  // Inside a run that started together: every thread waits for all others.
   void barrier();
   // Inside run().
   Shares& shares() { return shares_; }
 
  private:
   using Erased = void (*)(void*, int);
-  void run_erased(Erased fn, void* body, int64_t shared);
+  // A part of run `number` that nobody has begun, or 0.
+  struct alignas(128) Part {
+    std::atomic<uint32_t> number{0};
+  };
+  void run_erased(Erased fn, void* body, Start start, int64_t shared);
+  bool claim(int tid, uint32_t number) { return parts_[size_t(tid)].number.compare_exchange_strong(number, 0); }
+  void finish_part();
   template <class F>
   void inline_run(F&& f) {
     const uint32_t saved = flush_denormals();
@@ -86,8 +94,11 @@ class Team {
 
   int size_;
   Shares shares_;
-  alignas(128) std::atomic<int32_t> arrived_{0};
-  alignas(128) std::atomic<int32_t> epoch_{0};
+  std::vector<Part> parts_;
+  alignas(128) std::atomic<uint32_t> run_{0};   // the number of the latest run
+  alignas(128) std::atomic<uint32_t> left_{0};  // its parts that are not done
+  alignas(128) std::atomic<uint32_t> arrived_{0};
+  alignas(128) std::atomic<uint32_t> epoch_{0};
   std::atomic<int32_t> parked_{0};
   std::atomic<bool> stop_{false};
   Erased fn_ = nullptr;
