@@ -1,4 +1,4 @@
-"""torch.library: opcheck and torch.compile(fullgraph=True) for every op, dispatch and its reasons, recorded plans."""
+"""torch.library: opcheck and torch.compile(fullgraph=True) for every op, dispatch and its reasons, known kinds, plans."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pykernels as pk
-from pykernels import native, registry
-from pykernels.contract import OPS, Op
+from pykernels import library, native, registry
+from pykernels.contract import OPS, Op, bind_dims
 from pykernels.library import call, observed
 from pykernels.testing.factories import cases
 
@@ -87,6 +90,119 @@ def test_an_observer_sees_every_op_and_its_arguments() -> None:
     assert seen == ["rms_norm"]
 
 
+# ---- calls of a known kind ------------------------------------------------------------------------------------------
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the ops that were checked by the registered op, instead of going straight to their backend."""
+    monkeypatch.setattr(library, "_known", {})
+    names: list[str] = []
+    check = library.check
+
+    def counted(op: Op, args: Any, **more: Any) -> Any:
+        names.append(op.name)
+        return check(op, args, **more)
+
+    monkeypatch.setattr(library, "check", counted)
+    return names
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_a_call_of_a_known_kind_gives_the_same_bits_and_is_not_checked_again(op: Op, dispatched: list[str]) -> None:
+    free = first_case(op) | dict.fromkeys(t.name for t in op.outputs)
+    dims = bind_dims(op, free)
+    derived = [t.name for t in op.outputs if t.allocate and all(d.name in dims for d in t.alternatives[0])]
+    results = []
+    for _ in range(3):
+        args = first_case(op) | dict.fromkeys(derived)
+        full = call(op, "cpu", **args)
+        results.append([full[t.name] for t in op.tensors if t.mutated and full[t.name] is not None])
+    assert dispatched == [op.name] * (1 if op.by_kind else 3)
+    for again in results[1:]:
+        for a, b in zip(results[0], again, strict=True):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            assert torch.equal(a.float().nan_to_num(nan=7.0), b.float().nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_every_argument_makes_another_kind(op: Op) -> None:
+    """What a check could refuse must never pass as known: each tensor's dtype, shape, strides, grad, and each scalar."""
+    args = first_case(op)
+    kind = library._kind(op, "cpu", args)
+    assert (kind is not None) == op.by_kind
+    if not op.by_kind:
+        return
+    others = [library._kind(op, "auto", args)]
+    with torch.no_grad():
+        others.append(library._kind(op, "cpu", args))
+    for name, value in args.items():
+        changes: list[Any] = [None if value is not None else 1]
+        if isinstance(value, torch.Tensor):
+            wide = value.new_empty((*value.shape, 2))
+            changes += [wide[..., 0], wide, value.to("meta"), value.to(torch.float64), value.view(value.shape)[None]]
+            if value.is_floating_point() and value.element_size() > 1:
+                changes.append(value.clone().requires_grad_())
+        elif type(value) is not str and value is not None:
+            changes += [value + 1, float(value) if isinstance(value, int) else int(value), str(value)]
+        elif value is not None:
+            changes.append(value + "x")
+        others += [library._kind(op, "cpu", args | {name: change}) for change in changes]
+    assert kind not in others
+    again = first_case(op)
+    assert library._kind(op, "cpu", {name: again[name] for name in reversed(again)}) == kind
+
+
+def test_a_tensor_of_a_class_of_its_own_has_no_kind(dispatched: list[str]) -> None:
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.ones(2, 8).as_subclass(Own)
+    for _ in range(2):
+        pk.rms_norm(x, torch.ones(8), eps=1e-5)
+    assert dispatched == ["rms_norm"] * 2
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Asked(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [Seen, Asked, torch.profiler.profile, lambda: observed(lambda op, args, run: run())],
+    ids=["dispatch mode", "function mode", "profiler", "observer"],
+)
+def test_who_watches_sees_calls_of_a_known_kind_too(watch: Any, dispatched: list[str]) -> None:
+    for _ in range(2):
+        pk.rms_norm(torch.ones(2, 8), torch.ones(8), eps=1e-5)
+    with watch():
+        pk.rms_norm(torch.ones(2, 8), torch.ones(8), eps=1e-5)
+    assert dispatched == ["rms_norm"] * 2
+
+
+def test_traces_and_transforms_see_the_op(dispatched: list[str]) -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return pk.rms_norm(x, torch.ones(8), eps=1e-5)
+
+    norm(torch.ones(2, 8))
+    graph = make_fx(norm)(torch.ones(2, 8))
+    assert "pykernels.rms_norm" in graph.code
+    with pytest.raises(RuntimeError, match="functionalizing"):  # torch's answer: it never reaches the kernel
+        torch.func.functionalize(norm)(torch.ones(2, 8))
+
+
+def test_kinds_without_end_are_forgotten(dispatched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_MOST_KNOWN", 4)
+    for rows in range(1, 20):
+        pk.rms_norm(torch.ones(rows, 8), torch.ones(8), eps=1e-5)
+        assert len(library._known) <= 4
+
+
+# ---- recorded plans -------------------------------------------------------------------------------------------------
 def test_a_recorded_plan_gives_the_bits_of_the_ops_and_follows_its_buffers() -> None:
     x, w = torch.randn(3, 64), torch.randn(64)
     out = torch.full((3, 64), float("nan"))

@@ -204,7 +204,11 @@ SWAP_PAGES = Op(
             "k_scale and v_scale of both sides must be given for int8 or float8_e4m3fn caches, and only for those",
         ),
         Rule(_swap_scales_alike, "scales of both sides must be of one kind: dynamic, per head, or one number"),
-        Rule(_apart, "k_to and v_to must not share memory with k_from and v_from (copy_pages copies inside a cache)"),
+        Rule(
+            _apart,
+            "k_to and v_to must not share memory with k_from and v_from (copy_pages copies inside a cache)",
+            of_memory=True,
+        ),
     ),
     cost=_swap_cost,
 )

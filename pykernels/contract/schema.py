@@ -108,10 +108,14 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Rule:
-    """A relation between dimensions or arguments. `text` is formatted with dims and scalar arguments."""
+    """A relation between dimensions or arguments. `text` is formatted with dims and scalar arguments.
+
+    `of_memory` is True where it asks which memory the tensors have, beyond their dtypes, shapes and strides.
+    """
 
     holds: Callable[[Dims, Args], bool]
     text: str
+    of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,10 +147,15 @@ class Op:
     rules: tuple[Rule, ...] = ()
     tensors: tuple[Tensor, ...] = field(init=False)
     outputs: tuple[Tensor, ...] = field(init=False)
+    by_kind: bool = field(init=False)  # its checks look at dtypes, shapes, strides, devices and scalars only
+    names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(a for a in self.args if isinstance(a, Tensor)))
         object.__setattr__(self, "outputs", tuple(t for t in self.tensors if t.role == "out"))
+        of_memory = any(t.host for t in self.tensors) or any(rule.of_memory for rule in self.rules)
+        object.__setattr__(self, "by_kind", not of_memory)
+        object.__setattr__(self, "names", tuple(a.name for a in self.args))
 
     def torch_schema(self) -> str:
         """The `torch.library` schema: every argument in order, mutation annotated, plus the backend's name."""
