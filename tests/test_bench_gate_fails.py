@@ -37,12 +37,12 @@ def entry(name: str, **changes: Any) -> dict[str, Any]:
     return {"fullname": name, "extra_info": info | changes, "stats": {"data": data}}
 
 
-def gated(folder: Path, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
+def gated(folder: Path, before: list[dict[str, Any]], after: list[dict[str, Any]], *options: str) -> int:
     paths = []
     for name, rows in (("a", before), ("b", after)):
         paths.append(folder / f"{name}.json")
         paths[-1].write_text(json.dumps({"benchmarks": rows}))
-    return main(["gate", *map(str, paths)])
+    return main(["gate", *map(str, paths), *options])
 
 
 WHOLE = [entry("p"), entry("q")]
@@ -66,6 +66,15 @@ def test_two_runs_of_the_suite(
     assert gated(tmp_path, WHOLE, after) == code
     shown = capsys.readouterr()
     assert re.search(words, shown.out + shown.err)
+
+
+def test_what_is_undecided_fails_only_when_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noisy = [entry("p"), entry("q")]
+    noisy[1]["stats"] = {"data": [1.0, 1.3] * 10}
+    for options, code in (((), 0), (("--strict",), 1)):
+        assert gated(tmp_path, WHOLE, noisy, *options) == code
+        assert re.search(r"q +AMBIGUOUS", capsys.readouterr().out)
+    assert gated(tmp_path, WHOLE, WHOLE, "--strict") == 0
 
 
 def test_a_baseline_of_another_machine_fails(tmp_path: Path) -> None:

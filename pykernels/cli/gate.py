@@ -34,12 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP",
         help="the outputs of this op may have other bits (both are compared with the reference); may be repeated",
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="fail AMBIGUOUS too: for a machine with nobody else on it"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side (default: 1)")
     parser.add_argument("--markdown", action="store_true", help="print the table for a pull request")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     from ..bench import gate, problems
+    from ..bench.verdict import AMBIGUOUS
 
     files = [name.endswith(".json") for name in (args.before, args.after)]
     if args.margin is not None and not args.margin > 0:
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
             changed=args.changed,
             say=lambda text: print(text, file=sys.stderr),
         )
-    failed = any(line.failed for line in lines)
+    failed = any(line.failed or (args.strict and line.kind == AMBIGUOUS) for line in lines)
     if args.json:
         return int(failed), {"ok": not failed, "benchmarks": [line.to_json() for line in lines]}
     print(gate.table(lines, args.markdown))
