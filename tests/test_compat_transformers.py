@@ -173,6 +173,45 @@ def test_a_traced_forward_has_no_graph_break(family: str, modules: str) -> None:
     torch.testing.assert_close(traced[mask.bool()], plain[mask.bool()], rtol=1e-5, atol=1e-4)
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "cache", "backend"),
+    [
+        ("Llama", "ours", "static", "aot_eager"),
+        pytest.param("Llama", "theirs", "dynamic", "aot_eager", marks=SLOW),
+        pytest.param("Gemma3", "ours", "dynamic", "aot_eager", marks=SLOW),
+        pytest.param("Gemma3", "theirs", "static", "aot_eager", marks=SLOW),
+        pytest.param("Llama", "ours", "static", "inductor", marks=SLOW),
+        pytest.param("Gemma3", "ours", "dynamic", "inductor", marks=SLOW),
+    ],
+)
+def test_compiled_steps_over_a_cache_have_no_graph_break(family: str, modules: str, cache: str, backend: str) -> None:
+    model = model_of(family)
+    model.set_attn_implementation("pykernels")
+    if modules == "ours":
+        use_ops(model)
+    ids, _ = prompts(True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    found: list[list[torch.Tensor]] = [[], []]
+    with torch.no_grad():
+        for run, into in zip((model, compiled), found, strict=True):
+            kept = (
+                transformers.DynamicCache(config=model.config)
+                if cache == "dynamic"
+                else transformers.StaticCache(config=model.config, max_cache_len=32)
+            )
+            for first, last in ((0, 12), (12, 13), (13, 14)):
+                step = {"position_ids": torch.arange(first, last).expand(3, -1), "past_key_values": kept}
+                if transformers.__version__ < "5":
+                    step["cache_position"] = torch.arange(first, last)
+                into.append(run(ids[:, first:last], **step).logits)
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
+
+
 # ---- real models ----------------------------------------------------------------------------------------------------
 def greedy(
     folder: str, file: str, texts: list[str], implementation: str, cache: str | None, tokens: int

@@ -106,6 +106,21 @@ def test_what_is_visible_is_what_transformers_own_mask_shows(
     assert torch.equal(seen(args), hf.sdpa_mask(**theirs)[:, 0].expand(2, -1, -1))
 
 
+@pytest.mark.parametrize("queries", [9, 1])
+def test_layers_that_lay_out_their_keys_differently_share_a_mask(queries: int) -> None:
+    """What is computed once per mask depends on how many rows lie between two sequences."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (queries, 12, 12))
+    sizes = {"q_length": queries, "q_offset": 12 - queries}
+    mask = mask_of(**CAUSAL, **sizes)
+    assert isinstance(mask, Runs if queries > 1 else Table)
+    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    longer = [torch.cat((x, x), dim=2)[:, :, :12] for x in (k, v)]
+    for keys, values in ((k, v), by_token, longer, (k, v)):
+        alone = attention(layer(), q, k, v, mask_of(**CAUSAL, **sizes))[0]
+        assert torch.equal(attention(layer(), q, keys, values, mask)[0], alone)
+
+
 @pytest.mark.skipif(
     not NEW_MASKS, reason="4.x gives positions as a tensor, which are not read ahead of the keys' lengths"
 )

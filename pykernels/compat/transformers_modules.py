@@ -194,7 +194,7 @@ def _rotation(interleaved: bool) -> Callable[..., Any]:
         if position_ids.dim() != 2:
             raise ValueError(f"pykernels: position_ids must be [batch, tokens], got {list(position_ids.shape)}")
         inv_freq, scale = _angles(self, layer_type)
-        positions = position_ids.expand(x.shape[0], -1).reshape(-1)
+        positions = position_ids.expand(x.shape[0], -1).reshape(-1).contiguous()  # one token per row keeps stride 0
         return Turn(positions, inv_freq, scale, interleaved), None
 
     return forward
