@@ -13,7 +13,7 @@ from pykernels.contract import FAMILIES, OPS
 from pykernels.roofline.charts import LEVEL_NAMES, PEAK_NAMES
 from pykernels.roofline.units import UNDEFINED, digits, seconds, text
 
-from . import gate, suite_records
+from . import gate, suite_records, torch_peer
 from .control import Control
 from .harness import StopRule, measure
 from .problems import GRIDS, Case, columns_of, problems
@@ -53,30 +53,37 @@ def run(
     *,
     limits: Any,
     say: Callable[[str], None],
+    peer: str | None = None,
     **how: Any,
 ) -> Iterator[dict[str, Any]]:
     """Times every case on every backend; yields entries as the suite's file has them. `limits` is (ceilings, remeasure)
-    of the CPU; `how` goes to `harness.measure`. What a backend refuses is told to `say`."""
+    of the CPU; `how` goes to `harness.measure`. `peer` is measured right after each. What is refused is told to `say`."""
+    if peer not in (None, torch_peer.NAME):
+        raise ValueError(f"peer must be {torch_peer.NAME}, got {peer!r}")
     torch.set_num_threads(1)  # torch's pool does not fight with ours
     control = Control()
     for case in cases:
         for backend in backends:
             cpu = backend == "cpu"
+            setting = {
+                "device": "cpu" if cpu else "cuda",
+                "rule": rule,
+                "ceilings": limits[0] if cpu else None,
+                "remeasure": limits[1] if cpu else None,
+                **how,
+            }
             before = control.seconds()
             try:
-                found = measure(
-                    case,
-                    backend,
-                    device="cpu" if cpu else "cuda",
-                    rule=rule,
-                    ceilings=limits[0] if cpu else None,
-                    remeasure=limits[1] if cpu else None,
-                    **how,
-                )
+                found = measure(case, backend, **setting)
             except NotImplementedError as error:
                 say(f"{case.op}[{case.name}] on {backend}: {error}")
                 continue
-            yield suite_records.entry(found, columns_of(case), min(before, control.seconds()))
+            each = suite_records.entry(found, columns_of(case), min(before, control.seconds()))
+            if peer:
+                each["extra_info"]["peer"] = beside = torch_peer.beside(case, **setting)
+                if beside["reason"]:
+                    say(f"{case.op}[{case.name}] on {peer}: {beside['reason']}")
+            yield each
 
 
 def check_machine(now: Mapping[str, Entry], baseline: Mapping[str, Entry]) -> None:
@@ -105,6 +112,10 @@ class Row:
     bound: str | None
     ratio: float | None
     verdict: str
+    peer: str = ""  # who was measured beside it
+    peer_median: float | None = None  # None with the reason in `peer_reason`
+    peer_ratio: float | None = None  # time of the peer / ours
+    peer_reason: str = ""
 
     @property
     def bar(self) -> str:
@@ -128,6 +139,7 @@ def _row(name: str, each: Entry, baseline: Mapping[str, Entry] | None) -> Row:
         line = gate.file_line(name, dict(baseline[name]), dict(each), gate.FILE_MARGIN)
         ratio, verdict = line.ratio, line.kind if line.ratio else f"{line.kind}: {line.note}"
     compute = each["bound"] in PEAK_NAMES
+    peer = each.get("peer") or {"name": "", "median": None, "reason": ""}
     return Row(
         op=each["op"],
         size=each["case"],
@@ -139,12 +151,17 @@ def _row(name: str, each: Entry, baseline: Mapping[str, Entry] | None) -> Row:
         bound=each["bound"],
         ratio=ratio,
         verdict=verdict,
+        peer=peer["name"],
+        peer_median=peer["median"],
+        peer_ratio=peer["median"] / median if peer["median"] else None,
+        peer_reason=peer["reason"],
     )
 
 
 def table(shown: Sequence[Row]) -> str:
     """The rows for a terminal: speed is bytes per second, or FLOP per second where arithmetic is the limit."""
     compared = any(row.ratio or row.verdict for row in shown)
+    peer = next((row.peer for row in shown if row.peer), "")
     head = [
         "op",
         "size",
@@ -155,6 +172,7 @@ def table(shown: Sequence[Row]) -> str:
         "roof",
         "",
         "limit",
+        *([peer, f"x {peer}"] if peer else []),
         *(["ratio", ""] if compared else []),
     ]
     body = [head]
@@ -163,11 +181,13 @@ def table(shown: Sequence[Row]) -> str:
         cells = [row.op, row.size, row.backend, seconds(row.median), f"{100 * row.spread:.0f} %", row.speed]
         roof = UNDEFINED if row.roof_pct is None else f"{digits(row.roof_pct)} %"
         cells += [roof, row.bar, names.get(row.bound or "", row.bound or UNDEFINED)]
+        if peer:
+            cells += ["-", "-"] if row.peer_median is None else [seconds(row.peer_median), f"{row.peer_ratio:.2f}"]
         if compared:
             cells += [f"{row.ratio:.3f}" if row.ratio else UNDEFINED, row.verdict]
         body.append(cells)
     widths = [max(len(line[i]) for line in body) for i in range(len(head))]
-    right = {3, 4, 5, 6, 9}
+    right = {3, 4, 5, 6, 9, *((10, 11) if peer else ())}
     return "\n".join(
         "  ".join(
             w.rjust(n) if i in right else w.ljust(n) for i, (w, n) in enumerate(zip(line, widths, strict=True))

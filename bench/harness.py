@@ -302,18 +302,19 @@ def measure(
     remeasure: Remeasure | None = None,
     entry: str = "kernel",
     call: Prepare | None = None,
+    clock: Clock | None = None,
 ) -> Measurement:
     """Times one case; FLOPs and bytes are the contract's.
 
     `entry`: "kernel" leaves out the op's Python (checks, dispatch), "op" is the registered op; `call` replaces both with
-    a caller's own, for peers: from the op's name and arguments it makes a call that writes into the outputs. `ceilings`
-    of this machine put the point under its roof. Raises `Mismatch` when the outputs are wrong, `RoofError` when the
+    a caller's own, for peers: from the op's name and arguments it makes a call that writes into the outputs, or puts
+    its own in their place; `clock` is the device's by default. `ceilings` of this machine put the point under its roof. Raises `Mismatch` when the outputs are wrong, `RoofError` when the
     point is above its roof, NotImplementedError when the backend refuses the case.
     """
     if entry not in ENTRIES:
         raise ValueError(f"entry must be one of {', '.join(ENTRIES)}, got {entry!r}")
     where = torch.device(device)
-    clock = clock_of(where)
+    clock = clock or clock_of(where)
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
         ready = prepare(case, backend, clock, where, cold=cold, call=call or ENTRIES[entry](backend))
         clocks = {"before": gpu_state(where)}

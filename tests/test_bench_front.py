@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_cli import one_line, pykernels
 
-from pykernels.bench import front, gate, plot
-from pykernels.bench.problems import GRIDS
+from pykernels import native
+from pykernels.bench import front, gate, plot, torch_peer
+from pykernels.bench.harness import StopRule
+from pykernels.bench.problems import GRIDS, problem, problems
 from pykernels.contract import OPS
 from pykernels.roofline.attach import bench_rows
 
@@ -112,6 +115,107 @@ def test_the_plot_is_a_file_of_its_own_with_a_bar_per_row_and_a_mark_of_before()
         plot.svg(front.rows({NAME: entry(roof_pct=None)}))
 
 
+# ---- a peer ------------------------------------------------------------------------------------------------------------
+QUICK = StopRule(min_samples=2, max_samples=2)
+NORM = problem("rms_norm", model="smollm2", dtype="float32", tokens=1)
+EXPRESSION: Any = torch_peer.PEERS["rms_norm"]
+REFUSED = {"kv_int8", "kv_fp8_e4m3", "int8", "q4_1", "q8_0", "top_k_top_p", "min_p"}  # words of what torch cannot do
+
+
+def expressed() -> list[Any]:
+    ops = [op for op, build in torch_peer.PEERS.items() if not isinstance(build, str)]
+    return [c for op in ops for c in problems(op) if "smollm2" in c.name]
+
+
+def test_every_op_has_an_expression_or_a_reason() -> None:
+    assert torch_peer.PEERS.keys() == GRIDS.keys()
+    assert all((isinstance(build, str) and build) or callable(build) for build in torch_peer.PEERS.values())
+
+
+@pytest.mark.parametrize("case", expressed(), ids=str)
+def test_torch_agrees_with_the_reference_or_says_what_it_lacks(case: Any) -> None:
+    found = torch_peer.beside(case, "cpu", rule=QUICK, cold=False)
+    if REFUSED & set(case.name.split("-")):
+        assert found["median"] is None
+        assert "torch" in found["reason"] or "scaled_dot_product" in found["reason"] or "multinomial" in found["reason"]
+        assert "wrong" not in found["reason"]
+    else:
+        assert found["reason"] == ""
+        assert found["median"] > 0
+
+
+def zeros(args: Any) -> torch_peer.Evaluate:
+    return lambda: {n: torch.zeros_like(args[n]) for n in ("out", "residual_out")}
+
+
+def once(args: Any) -> torch_peer.Evaluate:
+    """Right results, computed by the first calls alone."""
+    evaluate, calls = EXPRESSION(args), iter(range(3))
+    return lambda: evaluate() if next(calls, None) is not None else {}
+
+
+@pytest.mark.parametrize("build", [zeros, once])
+def test_a_peer_that_is_wrong_has_no_time(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_peer.PEERS, "rms_norm", build)
+    found = torch_peer.beside(NORM, "cpu", rule=QUICK, cold=False)
+    assert found["median"] is None
+    assert found["reason"].startswith("is not timed, it is wrong: out")
+
+
+@pytest.mark.parametrize(
+    ("op", "option"),
+    [
+        ("prefill_attention", {"window_left": 4}),
+        ("prefill_attention", {"softcap": 30.0}),
+        ("prefill_attention", {"sinks": torch.zeros(9)}),
+        ("prefill_attention", {"cu_seqlens_q": torch.tensor([0, 100, 128])}),
+        ("prefill_attention", {"q": torch.zeros(64, 9, 64), "cu_seqlens_q": torch.tensor([0, 64])}),
+        ("paged_decode_attention", {"alibi_slopes": torch.zeros(9)}),
+        ("paged_decode_attention", {"seqlens_k": torch.tensor([3, 5])}),
+        ("linear", {"residual": torch.zeros(1, 576)}),
+        ("sample", {"logit_bias": torch.zeros(49152)}),
+    ],
+)
+def test_what_torch_s_expression_leaves_out_is_refused(op: str, option: dict[str, Any]) -> None:
+    args = next(c for c in expressed() if c.op == op).args()
+    torch_peer.prepare(op, args)()
+    with pytest.raises(NotImplementedError):
+        torch_peer.prepare(op, args | option)
+
+
+def test_torch_has_as_many_threads_as_ours_and_gets_its_own_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def build(args: Any) -> torch_peer.Evaluate:
+        seen.append(torch.get_num_threads())
+        raise NotImplementedError("no")
+
+    ours, before = native.module().num_threads(), torch.get_num_threads()
+    monkeypatch.setitem(torch_peer.PEERS, "rms_norm", build)
+    try:
+        torch.set_num_threads(ours + 1)
+        assert torch_peer.beside(NORM, "cpu", rule=QUICK)["threads"] == ours
+        assert (seen, torch.get_num_threads()) == ([ours], ours + 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_peer_stands_beside_ours_or_a_dash_with_the_reason() -> None:
+    beside = {"name": "torch", "median": 2.004e-3, "reason": ""}
+    rows = front.rows({"a": entry(peer=beside), "b": entry(peer=beside | {"median": None, "reason": "has none"})})
+    assert [(r.peer_ratio, r.peer_reason) for r in rows] == [(pytest.approx(2.0), ""), (None, "has none")]
+    head, first, second = front.table(rows).splitlines()
+    assert head.endswith("torch  x torch")
+    assert first.split()[-3:] == ["2.00", "ms", "2.00"]
+    assert second.split()[-2:] == ["-", "-"]
+    assert "torch" not in front.table(front.rows({"a": entry()}))
+
+
+def test_an_unknown_peer_is_refused() -> None:
+    with pytest.raises(ValueError, match="numpy"):
+        next(front.run([NORM], ["cpu"], QUICK, limits=(None, None), say=print, peer="numpy"))
+
+
 # ---- the command ------------------------------------------------------------------------------------------------------
 def test_the_command_measures_saves_and_compares(tmp_path: Path) -> None:
     file, drawing = tmp_path / "now.json", tmp_path / "now.svg"
@@ -149,6 +253,20 @@ def test_the_saved_names_are_the_suite_s(tmp_path: Path) -> None:
     assert each["params"] == {"backend": "cpu", "model": "smollm2", "dtype": "bfloat16", "tokens": 1}
 
 
+def test_the_command_measures_a_peer_and_saves_it(tmp_path: Path) -> None:
+    file = tmp_path / "now.json"
+    quick = ("bench", "rms_norm", "rotary_embedding", "--backend", "cpu", "--seconds", "0.02", "--peer", "torch")
+    done = pykernels(*quick, "--save", str(file), "--json")
+    assert done.returncode == 0, done.stderr
+    norm, rotary = json.loads(done.stdout)["rows"]
+    assert norm["peer_ratio"] == pytest.approx(norm["peer_median"] / norm["median"])
+    assert (rotary["peer"], rotary["peer_median"]) == ("torch", None)
+    assert rotary["peer_reason"] == torch_peer.PEERS["rotary_embedding"]
+    assert rotary["peer_reason"] in done.stderr
+    saved = [each["peer"] for each in gate.entries(file).values()]
+    assert [each["median"] for each in saved] == [norm["peer_median"], None]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -156,6 +274,7 @@ def test_the_saved_names_are_the_suite_s(tmp_path: Path) -> None:
         (["norm", "--sizes", "vast"], ["vast"]),
         (["norm", "--backend", "reference"], ["reference", "cannot be measured here"]),
         (["norm", "--baseline", "missing.json"], ["missing.json"]),
+        (["norm", "--peer", "numpy"], ["numpy", "torch"]),
     ],
 )
 def test_a_wrong_option_is_one_line(options: list[str], words: list[str]) -> None:

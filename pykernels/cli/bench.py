@@ -13,6 +13,7 @@ from .options import Progress
 EXAMPLES = """\
   pykernels bench decode linear
   pykernels bench decode --sizes llama3_8b int8 --save before.json
+  pykernels bench norm activation prefill --sizes full --peer torch
   pykernels bench decode --sizes llama3_8b int8 --baseline before.json --plot now.svg
 """
 
@@ -34,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--entry", choices=("kernel", "op"), default="kernel", help="kernel leaves out the op's own Python"
     )
     parser.add_argument("--seconds", type=float, default=0.2, help="time of one benchmark (default: 0.2)")
+    parser.add_argument(
+        "--peer",
+        choices=("torch",),
+        help="also time one plain torch expression of each op, on the same inputs and as many threads (torch / ours in "
+        "x torch; - where it has none or is wrong). Its keys and values are contiguous, not paged, its weights row-major; "
+        "its time includes torch's dispatch, as ours does with --entry op",
+    )
     parser.add_argument("--baseline", metavar="FILE", help="show ratios to this file of --save or of --benchmark-json")
     parser.add_argument("--save", metavar="FILE", help="write what the suite's --benchmark-json writes")
     parser.add_argument("--plot", metavar="FILE", help="write an SVG: each op's share of its roof, now and before")
@@ -59,7 +67,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         progress.say("measuring the roofs")
         ceilings = measure_ceilings() if "cpu" in backends else None
         limits = (ceilings, remeasurer(ceilings) if ceilings else None)
-        how = {"cold": not args.warm, "entry": args.entry}
+        how = {"cold": not args.warm, "entry": args.entry, "peer": args.peer}
         progress.say("measuring")
         for entry in front.run(cases, backends, rule, limits=limits, say=_say, **how):
             found.append(entry)
