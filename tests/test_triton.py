@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 from interpreter import patch_once
 
 from pykernels.contract import OPS
-from pykernels.testing import Case, cases, check_case
+from pykernels.testing import Case, attention_cases, cases, check_case
+from pykernels.testing.attention_cases import Attention
 from pykernels.triton import BACKEND, configs
 from pykernels.triton.common import INTERPRETED, Target
 
@@ -95,6 +96,56 @@ def test_splits_do_not_depend_on_the_width_of_the_block_table() -> None:
     assert counts[0] < counts[1]
     assert torch.equal(narrow["out"], padded["out"])
     assert torch.equal(narrow["lse"], padded["lse"])
+
+
+def test_a_sequence_longer_than_all_smallest_splits_keeps_its_tail() -> None:
+    tokens = 16_500
+    spec = Attention(k_lens=(tokens, 3), heads=1, kv_heads=1, head_dim=16, head_dim_v=16, page_size=64)
+    assert tokens > configs.MAX_SPLITS * configs.SPLIT_TOKENS
+    check_case(
+        Case("paged_decode_attention", "tail", lambda make: attention_cases.decode(spec, make), False), run, DEVICE
+    )
+
+
+def test_an_empty_side_counts_for_nothing_whatever_it_holds() -> None:
+    case = find("merge_attention_states", "float32")
+    clean, args = outputs(case), case.args(DEVICE)
+    empty = torch.isinf(args["lse_b"]).all(0)
+    assert empty.any()
+    args["out_b"][empty] = math.nan
+    run(case.op, args)
+    assert torch.equal(args["out"], clean["out"])
+
+
+def test_tokens_of_a_page_that_is_not_there_are_gathered_as_nan() -> None:
+    case = find("gather_kv", "int8_token")
+    args = case.args(DEVICE)
+    args["block_table"][0, 1] = -1
+    run(case.op, args)
+    page = args["k_cache"].shape[1]
+    for x in (args["k"], args["v"]):
+        assert torch.isnan(x[page : 2 * page]).all()
+        assert not torch.isnan(x[:page]).any()
+
+
+@pytest.mark.parametrize("op", ["append_kv", "copy_pages"])
+def test_an_index_past_the_cache_writes_nothing(op: str) -> None:
+    """Nobody has checked indices on a device: the page behind the cache belongs to somebody else."""
+    args = find(op, "bfloat16").args(DEVICE)
+    pools = {}
+    for name in ("k_cache", "v_cache"):
+        pools[name] = torch.zeros(
+            (args[name].shape[0] + 1, *args[name].shape[1:]), dtype=args[name].dtype, device=DEVICE
+        )
+        args[name] = pools[name][:-1]
+    pages, page_size = args["k_cache"].shape[:2]
+    if op == "append_kv":
+        args["slot_mapping"] = torch.arange(args["k"].shape[0], device=DEVICE) % page_size + pages * page_size
+    else:
+        args["src_pages"], args["dst_pages"] = args["src_pages"] * 0, args["dst_pages"] * 0 + pages
+        pools["k_cache"][0] = pools["v_cache"][0] = 1.0
+    run(op, args)
+    assert not any(pool[-1].any() for pool in pools.values())
 
 
 @pytest.mark.parametrize("split_size", [1, 7, 16, 33])

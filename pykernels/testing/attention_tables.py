@@ -75,6 +75,13 @@ def prefill_table() -> Table:
         "nan_seen": Attention(q_lens=(40,), k_lens=(40,), logits="nan"),
         "nan_window": Attention(q_lens=(40,), k_lens=(40,), logits="nan", window=(5, 0)),
     }
+    # One query head a group: the rows of a tile reach so far that its first keys are hidden from some rows altogether.
+    ungrouped = Attention(q_lens=(70,), k_lens=(97,), heads=2, kv_heads=2, window=(20, 0))
+    table |= {
+        "hidden_keys_softcap": replace(ungrouped, softcap=8.0),
+        "hidden_keys_bfloat16": replace(ungrouped, dtype=BF16),
+        "more_queries_bfloat16": Attention(q_lens=(70,), k_lens=(31,), heads=2, kv_heads=2, dtype=BF16),
+    }
     table |= {f"heads_{h}_{g}": replace(base, heads=h, kv_heads=g) for h, g in RATIOS}
     table |= {f"dim_{d}_{e}": replace(base, head_dim=d, head_dim_v=e) for d, e in HEAD_DIMS}
     table |= {f"mask_{name}": replace(base, **options) for name, options in MASKS.items()}

@@ -45,7 +45,7 @@ def new_tokens(spec: Append, make: Maker, dim: int) -> torch.Tensor:
         x = make.integers(spec.tokens, spec.kv_heads, dim, low=-254, high=255).to(F32) / 2
         x[..., 0] = LARGEST.get(spec.cache, 127.0)
     if spec.values == "nonfinite" and spec.tokens > 5:
-        x[1, 0, 3], x[3, -1, 0], x[5, 0, 7] = torch.nan, torch.inf, -torch.inf
+        x[2, 0, 3], x[3, -1, 0], x[5, 0, 7] = torch.nan, torch.inf, -torch.inf  # every third from 1 on is padding
     return x.to(spec.dtype)
 
 

@@ -28,7 +28,8 @@ class Sampling:
     dtype: torch.dtype = F32
     use: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p")
     index_dtype: torch.dtype = torch.int64
-    logits: str = "normal"  # "coarse": many ties; "invalid": NaN, all -inf, +inf rows; "huge": of the order of 1e5
+    # "coarse": many ties; "flat": at the top as well; "invalid": NaN, all -inf, +inf rows; "huge": of the order of 1e5
+    logits: str = "normal"
     logprobs: str = "raw"
     num_logprobs: int | None = 5  # None: no logprobs at all
     strides: str = "dense"
@@ -52,8 +53,10 @@ def row_options(make: Maker, batch: int, use: tuple[str, ...]) -> dict[str, Any]
 
 def make_logits(spec: Sampling, make: Maker) -> torch.Tensor:
     x = make.normal(spec.batch, spec.vocab, std=3.0)
-    if spec.logits == "coarse":
+    if spec.logits in ("coarse", "flat"):
         x = x.round()
+    if spec.logits == "flat":
+        x = x.clamp(max=4.0)
     if spec.logits == "huge":
         x = x * (3e4 if spec.dtype != F16 else 5e3)
     if spec.logits == "invalid":
@@ -176,6 +179,16 @@ def sample_table() -> dict[str, Sampling]:
         "ties": replace(base, logits="coarse", num_logprobs=20),
         "ties_greedy_neighbours": replace(base, logits="coarse", use=("temperature",), vocab=129),
         "ties_processed": replace(base, logits="coarse", logprobs="processed", num_logprobs=20),
+        # As many log-probabilities as tokens: all that is kept can be seen, not only what is drawn.
+        "kept": replace(base, batch=18, vocab=64, logits="coarse", logprobs="processed", num_logprobs=64),
+        "kept_flat": replace(base, batch=18, vocab=64, logits="flat", logprobs="processed", num_logprobs=64),
+        "kept_penalties": replace(
+            base, batch=9, vocab=64, logprobs="processed", num_logprobs=64, use=(*FILTERS, *PENALTIES, "bias")
+        ),
+        "kept_unlikely": replace(
+            base, batch=3, vocab=64, logprobs="processed", num_logprobs=64, use=("temperature", "top_k")
+        ),
+        "ties_between_blocks": replace(base, batch=3, vocab=9001, logits="flat", num_logprobs=2),
         "huge": replace(base, logits="huge"),
         "invalid": replace(base, logits="invalid"),
         "invalid_processed": replace(base, logits="invalid", logprobs="processed", use=()),
