@@ -24,7 +24,7 @@ valgrind = pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind
 
 TARGET = """\
 #include <stddef.h>
-float data[4096];
+float data[LENGTH];
 float work(void) {
   float sum = 0;
   for (size_t i = 0; i < LENGTH; i++) sum += data[i] * data[i];
@@ -65,9 +65,9 @@ def counted(tmp_path: Path) -> Any:
 
 @valgrind
 def test_planted_instructions_are_found_and_counts_repeat(counted: Any) -> None:
-    base, again, planted = counted(4000), counted(4000), counted(4080)
+    base, again, planted = counted(400_000), counted(400_000), counted(408_000)
     assert abs(again - base) < 0.001 * base
-    assert base > 4000
+    assert base > 400_000
     assert instructions.compare({ROW: again}, {ROW: base})[0].kind == "SAME"
     (line,) = instructions.compare({ROW: planted}, {ROW: base})
     assert line.kind == "MORE INSTRUCTIONS"
