@@ -1,4 +1,4 @@
-"""How many instructions an op's kernel executes, counted by callgrind: the same on a busy machine as on an idle one.
+"""How many instructions an op's kernel executes, counted by callgrind: as many on a busy machine as on an idle one.
 
     python -m pykernels.bench.instructions rms_norm ...
 

@@ -77,8 +77,6 @@ class _Known(NamedTuple):
 _MOST_KNOWN = 1024  # then all are forgotten: lengths that grow make new kinds without end
 _known: dict[tuple[Any, ...], _Known] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 _modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 

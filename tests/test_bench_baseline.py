@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from suite_file import entry, write
 
 from pykernels.bench import baseline, callgrind, front, gate, instructions, roof_share
 from pykernels.bench.problems import GATED, GRIDS, SMOKE
@@ -252,20 +253,6 @@ def test_a_share_is_measured_beside_its_probe() -> None:
 
 
 # ---- times of one machine ---------------------------------------------------------------------------------------------
-def entry(key: str, scale: float = 1.0, op: str = "rms_norm") -> dict[str, Any]:
-    info = {
-        "op": op,
-        "machine_key": key,
-        "output_hash": "h",
-        "temperature": "cold",
-        "entry": "kernel",
-        "control_seconds": 1e-3,
-        "roof_pct": 50.0,
-    }
-    data = [scale * (1e-3 + 1e-6 * (i % 5)) for i in range(200)]
-    return {"fullname": op, "extra_info": info, "stats": {"data": data, "median": scale * 1.002e-3}}
-
-
 def test_times_are_compared_on_their_own_machine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,7 +261,8 @@ def test_times_are_compared_on_their_own_machine_alone(
     from pykernels.bench.machine import machine
 
     here = machine(torch.device("cpu"))
-    rows = [entry(here["key"])]
+    mine = {"op": "rms_norm", "machine_key": here["key"]}
+    rows = [entry("rms_norm", 1e-3, samples=200, **mine)]
     monkeypatch.setattr(front, "run", lambda *a, **k: iter(rows))
     command = ["baseline", "times", "--op", "rms_norm", "--folder", str(tmp_path)]
     assert main(command) == 2
@@ -286,10 +274,10 @@ def test_times_are_compared_on_their_own_machine_alone(
     assert len(json.loads(path.read_text())["benchmarks"][0]["stats"]["data"]) == baseline.SAMPLES
     assert main(command) == 0
     assert main(["gate", str(path), str(path)]) == 0
-    rows[:] = [entry(here["key"], 1.3)]
+    rows[:] = [entry("rms_norm", 1.3e-3, samples=200, **mine)]
     assert main(command) == 1
     capsys.readouterr()
-    path.write_text(json.dumps({"benchmarks": [entry("another")]}))
+    write(path, entry("rms_norm", op="rms_norm", machine_key="another"))
     assert main(command) == 2
     assert "another machine's" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from suite_file import entry, write
 
 from pykernels import native
 from pykernels.bench import gate, verdict
@@ -65,24 +66,6 @@ def test_the_bootstrap_finds_ten_percent_and_says_the_same_twice() -> None:
 
 
 # ---- files ------------------------------------------------------------------------------------------------------------
-def entry(name: str, **changes: Any) -> dict[str, Any]:
-    info = {
-        "machine_key": "m1",
-        "output_hash": "h1",
-        "temperature": "cold",
-        "entry": "kernel",
-        "control_seconds": 1e-3,
-        **changes,
-    }
-    scale = info.pop("scale", 1.0)
-    return {"fullname": name, "extra_info": info, "stats": {"data": [scale * (1 + i % 5 / 1000) for i in range(20)]}}
-
-
-def write(path: Path, *found: dict[str, Any]) -> Path:
-    path.write_text(json.dumps({"benchmarks": found}))
-    return path
-
-
 def verdicts(tmp_path: Path, a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, str]:
     lines = compare_files(write(tmp_path / "a.json", *a), write(tmp_path / "b.json", *b))
     return {line.benchmark: line.kind for line in lines}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from suite_file import entry, write
 
 from pykernels.bench import gate, harness, roof_share
 from pykernels.bench.roof_share import Share
@@ -24,24 +25,8 @@ import cuda_figures  # noqa: E402
 
 
 # ---- two files of the suite -------------------------------------------------------------------------------------------
-def entry(name: str, **changes: Any) -> dict[str, Any]:
-    info = {
-        "machine_key": "m1",
-        "output_hash": "h1",
-        "temperature": "cold",
-        "entry": "kernel",
-        "control_seconds": 1e-3,
-        "roof_pct": 50.0,
-    }
-    data = [1.0 + i % 5 / 1000 for i in range(20)]
-    return {"fullname": name, "extra_info": info | changes, "stats": {"data": data}}
-
-
 def gated(folder: Path, before: list[dict[str, Any]], after: list[dict[str, Any]], *options: str) -> int:
-    paths = []
-    for name, rows in (("a", before), ("b", after)):
-        paths.append(folder / f"{name}.json")
-        paths[-1].write_text(json.dumps({"benchmarks": rows}))
+    paths = [write(folder / f"{name}.json", *rows) for name, rows in (("a", before), ("b", after))]
     return main(["gate", *map(str, paths), *options])
 
 
@@ -134,7 +119,7 @@ def test_two_revisions(
 def test_a_point_above_its_roof_fails_the_gate_on_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The op takes a hundredth of its time, on the clock."""
+    """The op takes a thousandth of its time, on the clock."""
 
     class Hasty(harness.Timer):
         def sample(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pykernels as pk
 from pykernels import library, native, registry
 from pykernels.contract import OPS, Op, bind_dims
+from pykernels.contract.schema import Rule
 from pykernels.library import call, observed
 from pykernels.testing.factories import cases
 
@@ -159,6 +161,20 @@ def test_a_tensor_of_a_class_of_its_own_has_no_kind(dispatched: list[str]) -> No
     for _ in range(2):
         pk.rms_norm(x, torch.ones(8), eps=1e-5)
     assert dispatched == ["rms_norm"] * 2
+
+
+def test_what_is_refused_for_its_memory_is_refused_after_a_legal_call_of_its_shapes(dispatched: list[str]) -> None:
+    args = first_case(OPS["swap_pages"])
+    sides = {name: args[name.replace("_to", "_from")] for name in args if name.endswith("_to")}
+    args |= distinct(sides) | {"dst_pages": args["src_pages"]}
+    for _ in range(2):
+        call(OPS["swap_pages"], "cpu", **args)
+    with pytest.raises(ValueError, match="must not share memory"):
+        call(OPS["swap_pages"], "cpu", **args | {"k_to": args["k_from"]})
+    about_memory = Rule(lambda dims, args: args["x"].data_ptr() % 64 == 0, "x must be aligned", of_memory=True)
+    plain = OPS["rms_norm"]
+    assert plain.by_kind
+    assert not replace(plain, rules=(*plain.rules, about_memory)).by_kind
 
 
 class Seen(TorchDispatchMode):
