@@ -3,10 +3,10 @@
     cuda_figures.py            compare the objects of the last build with ci/cuda_figures.json
     cuda_figures.py --write    replace the figures
 
-It fails on a spill or any local memory (but for SPILLS_ALLOWED, with its reason), on a word of the compiler that it waits for
+It fails on a spill or any local memory, on a word of the compiler that it waits for
 products or keeps registers where the source says otherwise, on a main loop that has other products or copies than the algorithm
 (`expected`), on tensor-core instructions or 128-bit loads that have vanished, on registers or instructions (in all, or of the main loop) that
-grew by more than a tenth, on a kernel that is missing from the table, and on a row whose kernel is gone. `ci/build_cuda.sh` runs it.
+grew by more than a tenth, on a kernel that is missing from the table or whose row lacks a figure, and on a row whose kernel is gone. `ci/build_cuda.sh` runs it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,6 @@ INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^\s;]
 INSTRUCTION_BYTES = 16
 PRODUCTS = ("hmma", "imma", "hgmma")
 COPIES_128 = ("async_copy_128", "tma", "load_128")
-# Bytes that a kernel may keep in local memory, by the beginning of its label. Prefill of 128 columns on sm_100: ptxas takes all
-# 255 registers and finds no room for two values, which on the other architectures it does.
-SPILLS_ALLOWED = {
-    "prefill_bf16/prefill<__nv_bfloat16, 128, 0>/sm_100": 20,
-    "prefill_f16/prefill<__half, 128, 0>/sm_100": 20,
-}
 KEPT = ("hmma", "imma", "hgmma", "async_copy_128", "tma", "register_moves", "load_128", "store_128")  # may not vanish
 # What ptxas says when it makes asynchronous products wait for each other (C7508 to C7519), or ignores a budget of registers.
 LOST_ADVICE = r"\bC75\d\d\b|wgmma\S* .*serialized|setmaxnreg.*ignored|'setmaxnreg'"
@@ -210,10 +204,9 @@ def measure() -> Iterator[tuple[str, Row]]:
 def complaints(label: str, row: Row, known: Row | None) -> list[str]:
     """What is wrong with one row."""
     found = []
-    allowed = max((n for start, n in SPILLS_ALLOWED.items() if label.startswith(start)), default=0)
-    if row["spills"] > allowed:
+    if row["spills"]:
         found.append(f"{row['spills']} bytes of spills")
-    if row["stack"] > allowed or (row["local"] and not allowed):
+    if row["stack"] or row["local"]:
         found.append(f"local memory: {row['stack']} bytes, {row['local']} instructions")
     shape = expected(label)
     for name, n in (shape or {}).items():
@@ -227,6 +220,8 @@ def complaints(label: str, row: Row, known: Row | None) -> list[str]:
         found.append(f"copies in the main loop: {row['loop_copies']} of 16 bytes, {row['loop_narrow_copies']} narrower")
     if known is None:
         found.append("no row in the table: run ci/build_cuda.sh --write")
+    elif missing := sorted(row.keys() - known.keys()):
+        found.append(f"its row in the table lacks {', '.join(missing)}: run ci/build_cuda.sh --write")
     else:
         found += [f"no {name} any more" for name in KEPT if known.get(name) and not row[name]]
         if row["registers"] > known["registers"] * MARGIN + 4:

@@ -120,7 +120,6 @@ def device_table() -> list[Any]:
     if not GPU:
         return [pytest.param(None, None, None, marks=pytest.mark.skip(reason="there is no GPU"), id="no-gpu")]
     found = [pytest.param("cuda", *p.values, id=f"cuda-{p.id}") for p in cuda_table()]
-    found += [pytest.param("cuda", c, None, id=f"cuda-{c}") for op in OPS for c in cases(op) if "vast" in c.name]
     return found + [pytest.param("triton", c, None, id=f"triton-{c}") for op in OPS for c in cases(op)]
 
 

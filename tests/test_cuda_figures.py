@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ci"))
-from cuda_figures import SPILLS_ALLOWED, TABLE, compiler_figures, complaints, demangle, lost_advice, machine_code
+from cuda_figures import TABLE, compiler_figures, complaints, demangle, lost_advice, machine_code
 
 LOG = """\
 ptxas info    : Compiling entry function '_Z1kv' for 'sm_80'
@@ -80,16 +80,15 @@ def test_each_regression_fails(change: dict[str, int], word: str) -> None:
     assert word in text
 
 
-def test_spills_are_allowed_to_the_kernels_that_are_listed_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SPILLS_ALLOWED, "a/listed<", 64)
-    assert complaints("a/listed<1>/sm_80", GOOD | {"spills": 64, "stack": 64, "local": 5}, GOOD) == []
-    assert complaints("a/listed<1>/sm_80", GOOD | {"spills": 68}, GOOD)
-    assert complaints("b/listed<1>/sm_80", GOOD | {"spills": 4}, GOOD)
-
-
 def test_a_kernel_without_a_row_fails() -> None:
     (text,) = complaints("k", GOOD, None)
     assert "no row" in text
+
+
+@pytest.mark.parametrize("name", ["loop_instructions", "hmma", "registers"])
+def test_a_row_that_lacks_a_figure_fails(name: str) -> None:
+    (text,) = complaints("k", GOOD, {k: n for k, n in GOOD.items() if k != name})
+    assert f"lacks {name}: run" in text
 
 
 @pytest.mark.parametrize(

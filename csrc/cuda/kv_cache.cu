@@ -13,56 +13,41 @@ using namespace device;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-// New rows [tokens][heads][dim].
-struct NewRows {
-  const void* data;
-  DType type;
-  int64_t token, head;
-
-  explicit NewRows(const Tensor& t) : data(t.data), type(t.dtype), token(t.stride[0]), head(t.stride[1]) {}
-  PK_DEVICE const void* row(int64_t t, int h) const { return offset(data, type, t * token + h * head); }
-};
-
 struct Append {
-  NewRows k, v;
+  HeadRows k, v;
   Pool k_pool, v_pool;
   const int64_t* slots;
   int64_t slot_stride;
-  int kv_heads;
 };
 
 struct RopeAppend {
   Append append;
-  NewRows q;
-  void* q_out;
-  DType q_out_type;
-  int64_t q_out_token, q_out_head;
+  HeadRows q, q_out;
   Indices positions;
   const float* inv_freq;
-  int heads, pairs;
+  int pairs;
   bool interleaved, wide;
   float rope_scale;
 };
 
 Append append_of(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots, const Tensor& k_scale,
                  const Tensor& v_scale) {
-  return {NewRows(k),
-          NewRows(v),
+  return {HeadRows(k),
+          HeadRows(v),
           Pool(k_cache, k_scale, rows_aligned(k_cache)),
           Pool(v_cache, v_scale, rows_aligned(v_cache)),
           slots.as<const int64_t>(),
-          slots.stride[0],
-          static_cast<int>(k.size[1])};
+          slots.stride[0]};
 }
 
 // A warp per row: the kv heads of k, then those of v.
 __global__ void __launch_bounds__(kThreads) append_kernel(const Append a) {
   const int64_t token = blockIdx.x, slot = a.slots[token * a.slot_stride];
   if (slot < 0) return;
-  for (int i = static_cast<int>(threadIdx.x) / 32; i < 2 * a.kv_heads; i += kWarps) {
-    const bool is_key = i < a.kv_heads;
-    const int h = is_key ? i : i - a.kv_heads;
-    const NewRows& rows = is_key ? a.k : a.v;
+  for (int i = static_cast<int>(threadIdx.x) / 32; i < a.k.heads + a.v.heads; i += kWarps) {
+    const bool is_key = i < a.k.heads;
+    const int h = is_key ? i : i - a.k.heads;
+    const HeadRows& rows = is_key ? a.k : a.v;
     const void* row = rows.row(token, h);
     store_row(is_key ? a.k_pool : a.v_pool, slot, h, [&](int e) { return load_float(rows.type, row, e); });
   }
@@ -78,29 +63,25 @@ __global__ void __launch_bounds__(kThreads) rope_append_kernel(const RopeAppend 
   fill_angles(cosine, sine, c.positions.at(token), c.inv_freq, c.pairs, c.rope_scale);
   __syncthreads();
   const Rotation r{cosine, sine, c.pairs, dim, c.interleaved};
-  const int units = r.units(c.wide ? kFloats : 1), key_units = r.units(1);
-  for (int i = thread; i < c.heads * units; i += kThreads) {
-    const int h = i / units, u = i % units;
-    const void* x = c.q.row(token, h);
-    void* y = offset(c.q_out, c.q_out_type, token * c.q_out_token + h * c.q_out_head);
-    if (c.wide) {
-      rotate_wide(r, c.q.type, x, c.q_out_type, y, u);
-    } else {
-      rotate_one(r, c.q.type, x, u, [&](int e, float value) { store_float(c.q_out_type, y, e, value); });
-    }
+  if (c.wide) {
+    rotate_heads<true>(r, c.q, c.q_out, token);
+  } else {
+    rotate_heads<false>(r, c.q, c.q_out, token);
   }
   if (slot < 0) return;
-  for (int i = thread; i < a.kv_heads * key_units; i += kThreads) {
-    const int h = i / key_units;
-    rotate_one(r, a.k.type, a.k.row(token, h), i % key_units, [&](int e, float x) { keys[h * dim + e] = round_float(a.k.type, x); });
+  const int units = r.units(1);
+  for (int i = thread; i < a.k.heads * units; i += kThreads) {
+    const int h = i / units;
+    rotate_one(r, a.k.type, a.k.row(token, h), i % units, [&](int e, float x) { keys[h * dim + e] = round_float(a.k.type, x); });
   }
   __syncthreads();
-  for (int i = thread / 32; i < 2 * a.kv_heads; i += kWarps) {
-    if (i < a.kv_heads) {
+  for (int i = thread / 32; i < a.k.heads + a.v.heads; i += kWarps) {
+    if (i < a.k.heads) {
       store_row(a.k_pool, slot, i, [&](int e) { return keys[i * dim + e]; });
     } else {
-      const void* row = a.v.row(token, i - a.kv_heads);
-      store_row(a.v_pool, slot, i - a.kv_heads, [&](int e) { return load_float(a.v.type, row, e); });
+      const int h = i - a.k.heads;
+      const void* row = a.v.row(token, h);
+      store_row(a.v_pool, slot, h, [&](int e) { return load_float(a.v.type, row, e); });
     }
   }
 }
@@ -117,14 +98,10 @@ cudaError_t rope_append_kv(const RopeAppendParams& p, const Launch& on) {
   if (p.q.size[0] == 0) return cudaSuccess;
   const auto pairs = static_cast<int>(p.inv_freq.size[0]), dim = static_cast<int>(p.k.size[2]);
   const RopeAppend call{append_of(p.k, p.v, p.k_cache, p.v_cache, p.slot_mapping, p.k_scale, p.v_scale),
-                        NewRows(p.q),
-                        p.q_out.data,
-                        p.q_out.dtype,
-                        p.q_out.stride[0],
-                        p.q_out.stride[1],
+                        HeadRows(p.q),
+                        HeadRows(p.q_out),
                         Indices(p.positions),
                         p.inv_freq.as<const float>(),
-                        static_cast<int>(p.q.size[1]),
                         pairs,
                         p.interleaved,
                         fills_units(pairs, dim, p.interleaved) && rows_aligned(p.q) && rows_aligned(p.q_out),

@@ -16,32 +16,17 @@ using namespace device;
 
 enum class Inputs { plain, any, codes };  // plain: 16-bit numbers in aligned rows, scores without softcap and ALiBi
 
-// What the loop must know of a row. It lies in shared memory, since registers are for scores and outputs.
-struct RowNote {
-  Span seen;
-  int position;  // absolute
-  float slope;   // of ALiBi
-
-  PK_DEVICE void store(uint32_t to) const {
-    store_shared_128(
-        to, {static_cast<uint32_t>(seen.first), static_cast<uint32_t>(seen.last), static_cast<uint32_t>(position), __float_as_uint(slope)});
-  }
-  PK_DEVICE static RowNote load(uint32_t from) {
-    const uint4 x = load_shared_128(from);
-    return {{static_cast<int>(x.x), static_cast<int>(x.y)}, static_cast<int>(x.z), __uint_as_float(x.w)};
-  }
-};
-
 template <class T, int D, Inputs kInputs>
 struct PrefillBlock {
   static constexpr bool kCodes = kInputs == Inputs::codes;
   static constexpr int kRows = prefill_rows(D), kWarpRows = kRows / kWarps, kFragments = kWarpRows / 16;
-  static constexpr int kKeys = prefill_keys(D), kWarpKeys = kKeys / kWarps, kStages = prefill_stages(D, kCodes);
+  static constexpr int kKeys = prefill_keys(D), kWarpKeys = kKeys / kWarps, kStages = prefill_stages(kCodes);
   static constexpr uint32_t kTile = kKeys * D * 2, kStage = kCodes ? kKeys * D : kTile;
-  // Queries; the ring; of codes a tile of keys and one of values, widened, and a factor of each key and value; notes on the rows.
+  // Queries; the ring; of codes a tile of keys and one of values, widened, and a factor of each key and value; positions of the rows,
+  // which say all that the loop must know of them: registers are for scores and outputs.
   static constexpr uint32_t kRing = kRows * D * 2, kWide = kRing + kStages * kStage, kFactors = kWide + (kCodes ? 2 * kTile : 0);
-  static constexpr uint32_t kNotes = kFactors + (kCodes ? 2 * kKeys * 4 : 0);
-  static constexpr size_t kBytes = kNotes + kRows * sizeof(RowNote);
+  static constexpr uint32_t kPositions = kFactors + (kCodes ? 2 * kKeys * 4 : 0);
+  static constexpr size_t kBytes = kPositions + kRows * 4;
   static_assert(kBytes == prefill_shared_bytes(D, kCodes));
 
   const PrefillArgs& a;
@@ -55,8 +40,9 @@ struct PrefillBlock {
   PK_DEVICE int token(int row) const { return a.group.quotient(row0 + row); }
   PK_DEVICE int head(int row) const { return kv_head * a.group.divisor + a.group.remainder(row0 + row, token(row)); }
   PK_DEVICE Span seen(int token_index) const { return seen_by(a.scores, token_index + k_len - q_len, k_len); }
-  PK_DEVICE uint32_t note_at(int row) const { return shared + kNotes + row * static_cast<uint32_t>(sizeof(RowNote)); }
-  PK_DEVICE RowNote note(int row) const { return RowNote::load(note_at(row)); }
+  PK_DEVICE uint32_t position_at(int row) const { return shared + kPositions + row * 4; }
+  // Absolute; of a row that does not exist, that of the last.
+  PK_DEVICE int position(int row) const { return static_cast<int>(load_shared_32(position_at(row))); }
   PK_DEVICE uint32_t factors(bool values) const { return shared + kFactors + values * kKeys * 4; }
 
   // The warp's rows of the query tile: lane r knows row r.
@@ -65,8 +51,7 @@ struct PrefillBlock {
     const bool exists = token(row) < q_len;
     const WarpRows<kWarpRows> rows(exists, exists ? a.q.rows.offset({0, q_start + token(row)}, head(row)) : 0);
     fetch_rows<kRows, D, false>(shared + warp() * kWarpRows * 128, a.q.rows.data, rows, a.q.bytes, aligned());
-    const float slope = exists ? slope_of(a.scores, batch, head(row)) : 0.f;
-    if (lane() < kWarpRows) RowNote{seen(min(q_len - 1, token(row))), token(row) + k_len - q_len, slope}.store(note_at(row));
+    if (lane() < kWarpRows) store_shared_32(position_at(row), static_cast<uint32_t>(min(q_len - 1, token(row)) + k_len - q_len));
   }
 };
 
@@ -96,7 +81,11 @@ struct Pipeline {
     }
   }
 
-  PK_DEVICE static int own_row() { return Block::warp() * kWarpKeys + Block::lane() % kWarpKeys; }
+  // Hidden from the compiler where the loop has no register for it: it reads threadIdx again.
+  PK_DEVICE static int own_row() {
+    const int own = static_cast<int>(threadIdx.x), thread = kInputs != Inputs::any ? hidden(own) : own;
+    return thread / 32 * kWarpKeys + thread % kWarpKeys;
+  }
   PK_DEVICE void look_up() { page = key < limit ? b.a.pages.page(b.batch, key) : -1; }
 
   template <bool kValues>
@@ -271,26 +260,26 @@ PK_DEVICE void pad_rows(const PrefillBlock<T, D, kInputs>& b) {
 }
 
 // What scores of a tile are turned into before the softmax: scaled by their keys, capped, hidden where a row does not see the key.
-// `row0`: of the fragment among the warp's.
+// `row0`: of the fragment among the warp's; `limit`: keys there are.
 template <class T, int D, Inputs kInputs>
-PK_DEVICE void finish_scores(const PrefillBlock<T, D, kInputs>& b, float (&s)[prefill_keys(D) / 2], int row0, int key0, bool edge) {
+PK_DEVICE void finish_scores(const PrefillBlock<T, D, kInputs>& b, float (&s)[prefill_keys(D) / 2], int row0, int key0, bool edge,
+                             int limit) {
   using Block = PrefillBlock<T, D, kInputs>;
   if (Block::kCodes && b.a.k.scales.per_token) multiply_columns(s, b.factors(false));
   if (!edge && !b.transformed()) return;
   const int thread = hidden(static_cast<int>(threadIdx.x)), first = thread / 32 * Block::kWarpRows + row0 + thread % 32 / 4;
-  const RowNote row[2] = {b.note(first), b.note(first + 8)};
+  const int position[2] = {b.position(first), b.position(first + 8)};
   if (b.transformed()) {
     if (Block::kCodes && !b.a.k.scales.per_token) {
       const float scale = b.a.k.scales.shared(b.kv_head);
 #pragma unroll
       for (float& x : s) x *= scale;
     }
-    const int position[2] = {row[0].position, row[1].position};
-    const float slope[2] = {row[0].slope, row[1].slope};
+    const float slope[2] = {slope_of(b.a.scores, b.batch, b.head(first)), slope_of(b.a.scores, b.batch, b.head(first + 8))};
     transform(s, b.a.scores, position, slope, key0);
   }
   if (edge) {
-    const Span seen[2] = {row[0].seen, row[1].seen};
+    const Span seen[2] = {seen_by(b.a.scores, position[0], limit), seen_by(b.a.scores, position[1], limit)};
     hide(s, seen, key0);
   }
 }
@@ -351,17 +340,21 @@ PK_DEVICE void attend(const PrefillBlock<T, D, kInputs>& b) {
   Pipeline<T, D, kInputs> tiles(b, first, end);
 #pragma unroll 1
   for (int key0 = first * kKeys; key0 < end * kKeys; key0 += kKeys) {
-    // Some row does not see some key of the tile. Where it does without a register for a bound, the plain kernel keeps none.
-    const int all_first = kInputs == Inputs::plain ? b.note(Block::kRows - 1).seen.first : high.first;
-    const bool edge = key0 < all_first || key0 + kKeys - 1 > low.last;
+    // Some row does not see some key of the tile. The plain kernel has no registers for the bounds.
+    const bool plain = kInputs == Inputs::plain;
+    const int all_first = plain ? seen_by(a.scores, b.position(Block::kRows - 1), tiles.limit).first : high.first;
+    const int all_last = plain ? seen_by(a.scores, b.position(0), tiles.limit).last : low.last;
+    const bool edge = key0 < all_first || key0 + kKeys - 1 > all_last;
     if (Block::kCodes && tiles.store_factors(edge)) special = true;
     const uint32_t k = tiles.template take<false>();
     float s[kF][kKeys / 2] = {};
-    multiply_keys<T, D, Block::kRows, kKeys, kF>(s, q, k);
+    // Beside the scores there is no register for it, but in the plain kernel.
+    const uint32_t own_q = plain ? q : b.shared + hidden(static_cast<int>(threadIdx.x)) / 32 * Block::kWarpRows * 128;
+    multiply_keys<T, D, Block::kRows, kKeys, kF>(s, own_q, k);
     uint32_t p[kF][kKeys / 4];
 #pragma unroll
     for (int m = 0; m < kF; m++) {
-      finish_scores(b, s[m], m * 16, key0, edge);
+      finish_scores(b, s[m], m * 16, key0, edge, tiles.limit);
       state.update(m, s[m], scale);
       if (Block::kCodes && a.v.scales.per_token) multiply_columns(s[m], b.factors(true));
 #pragma unroll

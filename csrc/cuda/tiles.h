@@ -13,12 +13,15 @@ constexpr int padded_head_dim(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 
 constexpr int prefill_rows(int dim) { return dim <= 128 ? 128 : 64; }
 // Keys of a tile: scores of more do not fit beside such outputs.
 constexpr int prefill_keys(int dim) { return dim <= 128 ? 64 : 32; }
-// Tiles of K and V in shared memory: two blocks on a multiprocessor of sm_80 (82 KiB each), one on the smaller ones (99 KiB in all).
-constexpr int prefill_stages(int dim, bool codes) { return codes ? 2 : dim <= 64 ? 4 : 3; }
+// Tiles of K and V in shared memory, one in use and the others on their way. A block has 41 KiB at 64 columns: two of them, as many as
+// registers allow, on every multiprocessor. At more it has 81 KiB, the most of which two fit where there are 164 KiB or more (1 KiB of
+// each is the system's); sm_86, 89 and 120, which have 100, take one: a second would need tiles of 64 rows and 32 keys, which read K
+// and V twice as often for a product.
+constexpr int prefill_stages(bool codes) { return codes ? 2 : 3; }
 // Bytes of shared memory of a block, in the order of prefill.cuh.
 constexpr int64_t prefill_shared_bytes(int dim, bool codes) {
   const int64_t rows = prefill_rows(dim), keys = prefill_keys(dim), tile = keys * dim * 2;
-  return rows * dim * 2 + prefill_stages(dim, codes) * (codes ? tile / 2 : tile) + (codes ? 2 * tile + 2 * keys * 4 : 0) + rows * 16;
+  return rows * dim * 2 + prefill_stages(codes) * (codes ? tile / 2 : tile) + (codes ? 2 * tile + 2 * keys * 4 : 0) + rows * 4;
 }
 
 // Prefill attention on sm_90a. Rows of a block, 64 to each consumer warpgroup: with 128 columns, scores, output and weights take

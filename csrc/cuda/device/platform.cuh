@@ -69,6 +69,11 @@ PK_DEVICE uint4 load_shared_128(uint32_t address) {
 PK_DEVICE void store_shared_128(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+PK_DEVICE uint32_t load_shared_32(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 PK_DEVICE void store_shared_32(uint32_t address, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 
 PK_DEVICE float2 load_shared_float2(uint32_t address) {
@@ -134,6 +139,7 @@ PK_DEVICE uint4 load_global_128_stream(const void* p) { return emu::load_vector(
 PK_DEVICE void store_global_128(void* p, uint4 v) { emu::store_vector(p, v); }
 PK_DEVICE uint4 load_shared_128(uint32_t address) { return emu::load_vector(::emu::self().shared + address); }
 PK_DEVICE void store_shared_128(uint32_t address, uint4 v) { emu::store_vector(::emu::self().shared + address, v); }
+PK_DEVICE uint32_t load_shared_32(uint32_t address) { return *reinterpret_cast<const uint32_t*>(::emu::self().shared + address); }
 PK_DEVICE void store_shared_32(uint32_t address, uint32_t v) { *reinterpret_cast<uint32_t*>(::emu::self().shared + address) = v; }
 PK_DEVICE float2 load_shared_float2(uint32_t address) { return *reinterpret_cast<const float2*>(::emu::self().shared + address); }
 

@@ -1,5 +1,6 @@
 // Rotary position embedding of one token: angles once, in shared memory, for all its heads.
 #pragma once
+#include "common/params.h"
 #include "floats.cuh"
 
 namespace pk::device {
@@ -25,6 +26,18 @@ PK_DEVICE void fill_angles(float* cosine, float* sine, int64_t position, const f
     sine[p] = sinpif(reduced) * rope_scale;
   }
 }
+
+// Rows [tokens][heads][dim] of any float type.
+struct HeadRows {
+  void* data;
+  DType type;
+  int64_t token, head;
+  int heads;
+
+  explicit HeadRows(const Tensor& t)
+      : data(t.data), type(t.dtype), token(t.stride[0]), head(t.stride[1]), heads(static_cast<int>(t.size[1])) {}
+  PK_DEVICE void* row(int64_t t, int h) const { return offset(data, type, t * token + h * head); }
+};
 
 // The two elements of pair p, turned.
 PK_DEVICE float2 turn(const Rotation& r, int p, float a, float b) {
@@ -75,6 +88,22 @@ PK_DEVICE void rotate_wide(const Rotation& r, DType type, const void* x, DType o
   }
   store_floats(out_type, out, u * kFloats, a);
   store_floats(out_type, out, r.pairs + u * kFloats, b);
+}
+
+// The block rotates all heads of a token, by 128-bit accesses or one by one. May be in place.
+template <bool kWide>
+PK_DEVICE void rotate_heads(const Rotation& r, const HeadRows& in, const HeadRows& out, int64_t token) {
+  const int units = r.units(kWide ? kFloats : 1);
+  for (int i = static_cast<int>(threadIdx.x); i < in.heads * units; i += static_cast<int>(blockDim.x)) {
+    const int h = i / units, u = i % units;
+    const void* x = in.row(token, h);
+    void* y = out.row(token, h);
+    if constexpr (kWide) {
+      rotate_wide(r, in.type, x, out.type, y, u);
+    } else {
+      rotate_one(r, in.type, x, u, [&](int e, float value) { store_float(out.type, y, e, value); });
+    }
+  }
 }
 
 }  // namespace pk::device
