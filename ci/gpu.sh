@@ -18,10 +18,11 @@ venv=$root/.venv-gpu
 python=$venv/bin/python
 logs=$root/build/gpu
 export NVIDIA_TF32_OVERRIDE=0 # some images turn TF32 on: the roof of float32 is that of float32
+export PIP_RETRIES=${PIP_RETRIES:-1} PIP_DEFAULT_TIMEOUT=${PIP_DEFAULT_TIMEOUT:-8} # without a network it fails before the budget ends
 
 # A venv that sees the packages of the Python whose torch is used, and what is missing of ours, without dependencies.
 setup() {
-  [ -x "$python" ] || "$outer" -m venv "$venv" || return 1
+  [ -x "$python" ] || "$outer" -m venv "$venv" || "$outer" -m venv --without-pip "$venv" || return 1 # without ensurepip: the outer pip
   "$outer" -c 'import sys; print("\n".join(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))))' \
     >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth" || return 1
   "$python" ci/gpu_setup.py versions || return 1
@@ -30,7 +31,7 @@ setup() {
   [ ${#missing[@]} = 0 ] || "$python" -m pip install -q --no-deps "${missing[@]}" || return 1
   mapfile -t missing < <("$python" ci/gpu_setup.py toolkit)
   [ ${#missing[@]} = 0 ] || "$python" -m pip install -q --no-deps "${missing[@]}" ||
-    echo "no CUDA toolkit: the cuda backend is not built, triton and cpu are"
+    echo "not installed: ${missing[*]}; without nvcc the cuda backend is not built, without compute-sanitizer nothing is sanitised"
 }
 
 # Only this GPU's architecture.

@@ -1,11 +1,13 @@
 """Makes Triton's interpreter several times faster for the tests, without changing what it computes.
 
 Every call of a nested `@triton.jit` function patches the whole of `triton.language` again, although the launch around it
-already has. Here a module is patched once per launch.
+already has. Here a module is patched once per launch. And every sum and product of integers is computed a second time, in 64 bits,
+for an assertion that only a debug build makes: not here.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from triton.runtime import interpreter
@@ -36,6 +38,8 @@ def patch_once() -> None:
             depth[0] -= 1
             patched.clear()
 
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._patch_lang = patch
     executor.__call__ = launch_once
     interpreter._patches_once = True
