@@ -148,6 +148,23 @@ def test_an_index_past_the_cache_writes_nothing(op: str) -> None:
     assert not any(pool[-1].any() for pool in pools.values())
 
 
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("paged_prefill_attention", "fp8_per_tensor"),
+        ("paged_decode_attention", "fp8"),
+        ("gather_kv", "fp8_token"),
+        ("linear", "fp8_e4m3_plain_bfloat16"),
+        ("embedding", "fp8_e4m3_plain_float16"),
+    ],
+)
+def test_e4m3_codes_are_widened_by_hand_where_triton_has_no_such_type(
+    op: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "has_e4m3", False)
+    check_case(find(op, name), run, DEVICE)
+
+
 @pytest.mark.parametrize("split_size", [1, 7, 16, 33])
 def test_any_split_size_changes_only_rounding(split_size: int) -> None:
     case = find("paged_decode_attention", "all_masks")
