@@ -39,10 +39,12 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
 
 
 def read_state(tool: str, gpu: str) -> dict[str, Any]:
-    """One query of nvidia-smi. `gpu` is an index or a UUID."""
-    command = [tool, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", "-i", gpu]
+    """One query of nvidia-smi, a second one where a driver no longer knows a field's old name. `gpu` is an index or a UUID."""
+    fields = ",".join(FIELDS)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        done = _query(tool, fields, gpu)
+        if "not a valid field" in done.stdout + done.stderr:
+            done = _query(tool, fields.replace("clocks_throttle_reasons", "clocks_event_reasons"), gpu)
     except (OSError, subprocess.SubprocessError) as error:
         return {"unknown": f"nvidia-smi failed: {error}"}
     words = [w.strip() for w in done.stdout.strip().split(",")]
@@ -57,3 +59,8 @@ def read_state(tool: str, gpu: str) -> dict[str, Any]:
     mask = state.pop("throttle_mask")
     state["throttled"] = None if mask is None else [word for bit, word in THROTTLES.items() if int(mask) & bit]
     return state
+
+
+def _query(tool: str, fields: str, gpu: str) -> subprocess.CompletedProcess[str]:
+    command = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", gpu]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10)

@@ -293,6 +293,15 @@ def test_clocks_and_throttling_are_read_from_nvidia_smi(tmp_path: Path) -> None:
     assert state["throttled"] == []
 
 
+def test_a_driver_that_knows_throttling_by_another_name_is_asked_by_that(tmp_path: Path) -> None:
+    tool = Path(smi(tmp_path, "1755, 1980, 2619, 41, 305.12, 0x0000000000000004"))
+    refusal = 'Field "clocks_throttle_reasons.active" is not a valid field to query.'
+    tool.write_text(
+        tool.read_text().replace("echo", f"case $1 in *throttle*) echo '{refusal}'; exit 2 ;; esac\necho", 1)
+    )
+    assert gpu_state.read_state(str(tool), "0")["throttled"] == ["power cap"]
+
+
 def test_a_gpu_that_tells_nothing_comes_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No devices" in gpu_state.read_state(smi(tmp_path, "No devices were found", 6), "0")["unknown"]
     assert "failed" in gpu_state.read_state(str(tmp_path / "absent"), "0")["unknown"]
