@@ -80,7 +80,7 @@ def gather(make: Maker, model: str, dtype: str, kv: str, context: int, batch: in
 
 
 def copy_pages(make: Maker, model: str, dtype: str, kv: str, context: int) -> dict[str, Any]:
-    return cache_cases.copy(attention(model, dtype, kv, [1], [2 * context]), context // 16, make)
+    return cache_cases.copy(attention(model, dtype, kv, [1], [2 * context]), context // 16, False, make)
 
 
 def swap_pages(make: Maker, model: str, dtype: str, kv: str, context: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Attention:
     softcap: float = 0.0
     alibi: str = ""  # "head": slopes [num_heads]; "sequence": [batch, num_heads]
     sinks: bool = False
+    scale: float = 0.9  # of the logits, in units of 1 / sqrt(head_dim)
     lse: bool = True
     strides: str = "dense"
     padding: int = 0  # rows of q that belong to no sequence
@@ -37,7 +38,7 @@ class Attention:
     page_size: int = 16
     cache: torch.dtype | None = None  # None: the dtype of q
     scales: str = "token"  # "token": dynamic; "head", "tensor": static
-    pool: str = "dense"  # "halves" of one [pages, 2, ...] buffer; "heads_first" in memory; "vast": past 2^31 elements
+    pool: str = "dense"  # "halves" of one [pages, 2, ...] buffer; "heads_first" in memory; "mixed": v alone; "vast": past 2^31 elements
     split: int = 0
 
 
@@ -61,7 +62,7 @@ def mask_args(spec: Attention, make: Maker, batch: int) -> dict[str, Any]:
     slopes = {"": None, "head": (spec.heads,), "sequence": (batch, spec.heads)}[spec.alibi]
     return {
         "causal": spec.causal,
-        "softmax_scale": 0.9 / spec.head_dim**0.5,
+        "softmax_scale": spec.scale / spec.head_dim**0.5,
         "window_left": spec.window[0],
         "window_right": spec.window[1],
         "softcap": spec.softcap,
@@ -116,9 +117,9 @@ def empty_pool(spec: Attention, make: Maker, pages: int) -> tuple[torch.Tensor, 
     if spec.pool == "halves":
         k, v = make.poison(pages, 2, *shapes[0][1:], dtype=dtype).unbind(1)
         return k, v
-    if spec.pool == "heads_first":
+    if spec.pool in ("heads_first", "mixed"):
         k, v = (make.poison(n, h, p, d, dtype=dtype).transpose(1, 2) for n, p, h, d in shapes)
-        return k, v
+        return k.contiguous() if spec.pool == "mixed" else k, v
     allocate = make.vast if spec.pool == "vast" else make.poison
     k, v = (allocate(*shape, dtype=dtype) for shape in shapes)
     return k, v
@@ -169,7 +170,8 @@ def paged(spec: Attention, make: Maker) -> dict[str, Any]:
             args[name] = static
         if spec.cache and static is None:
             table_of_scales = make.poison(pages, spec.kv_heads, spec.page_size, dtype=F32).transpose(1, 2)
-            args[name] = table_of_scales if spec.pool == "heads_first" else table_of_scales.contiguous()
+            heads_first = spec.pool == "heads_first" or (spec.pool, name) == ("mixed", "v_scale")
+            args[name] = table_of_scales if heads_first else table_of_scales.contiguous()
             args[name][page, offset] = per_row
     if spec.cache is None:
         spoil(spec, *contents)

@@ -27,6 +27,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "window_sinks": {"window": (15, 0), "sinks": True},
     "softcap_alibi": {"softcap": 10.0, "alibi": "head"},
     "softcap_window": {"softcap": 10.0, "window": (31, 0)},
+    "scale_negative": {"scale": -0.9},
+    "scale_zero": {"scale": 0.0, "window": (20, 0)},
     "all": {"window": (40, -1), "softcap": 8.0, "alibi": "sequence", "sinks": True},
     "all_full": {"causal": False, "window": (40, 12), "softcap": 8.0, "alibi": "head", "sinks": True},
 }
@@ -115,6 +117,7 @@ def page_table(base: Attention) -> Table:
         table |= {
             f"{name}_pages_of_3": replace(coded, page_size=3),
             f"{name}_heads_first": replace(coded, pool="heads_first", page_size=64),
+            f"{name}_mixed": replace(coded, pool="mixed"),
             f"{name}_halves": replace(coded, pool="halves", scales="head"),
             f"{name}_dim_128": replace(coded, head_dim=128, head_dim_v=128),
             f"{name}_all": replace(coded, **MASKS["all"]),

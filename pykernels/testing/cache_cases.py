@@ -129,13 +129,14 @@ def gather(spec: Attention, make: Maker) -> dict[str, Any]:
     return args
 
 
-def copy(spec: Attention, copies: int, make: Maker) -> dict[str, Any]:
-    """Arguments of `copy_pages`: the unused, poisoned pages are written too."""
+def copy(spec: Attention, copies: int, cycle: bool, make: Maker) -> dict[str, Any]:
+    """Arguments of `copy_pages`: the unused, poisoned pages are written too. `cycle`: each page is both read and written."""
     args = paged(spec, make)
     pages = args["k_cache"].shape[0]
     order = make.permutation(pages).to(make.device)
     kept = {n: args[n] for n in ("k_cache", "v_cache", "k_scale", "v_scale")}
-    return {**kept, "src_pages": order[:copies].clone(), "dst_pages": order[copies : 2 * copies].clone()}
+    target = order[:copies].roll(1) if cycle else order[copies : 2 * copies].clone()
+    return {**kept, "src_pages": order[:copies].clone(), "dst_pages": target}
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,7 @@ def gather_table() -> dict[str, Attention]:
         "float16": replace(base, dtype=F16, strides="gaps"),
         "empty_batch": replace(base, k_lens=()),
         "only_empty": replace(base, k_lens=(0, 0)),
+        "many_sequences": replace(base, k_lens=(2, 0, 1) * 45, page_size=1, head_dim=32, head_dim_v=32),
         "halves": replace(base, pool="halves"),
         "heads_first": replace(base, pool="heads_first"),
         "odd_output": replace(base, strides="odd"),
@@ -283,7 +285,8 @@ def gather_table() -> dict[str, Attention]:
     return table
 
 
-def copy_table() -> dict[str, tuple[Attention, int]]:
+def copy_table() -> dict[str, tuple[Attention, int, bool]]:
+    """What is copied, how many pages, and whether in a cycle."""
     base = Attention(k_lens=(33, 0, 129, 1))
     table = {
         "float32": (base, 3),
@@ -298,7 +301,8 @@ def copy_table() -> dict[str, tuple[Attention, int]]:
     for cache, name in BOTH:
         table |= {f"{name}_{s}": (replace(base, cache=cache, scales=s), 5) for s in ("token", "head", "tensor")}
         table[f"{name}_heads_first"] = (replace(base, cache=cache, pool="heads_first"), 5)
-    return table
+    cycles = {"cycle": (base, 5, True), "cycle_int8": (replace(base, cache=INT8), 5, True)}
+    return cycles | {name: (*spec, False) for name, spec in table.items()}
 
 
 def swap_table() -> dict[str, Swap]:

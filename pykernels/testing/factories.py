@@ -81,7 +81,7 @@ def _streams() -> dict[str, tuple[Build, bool]]:
 
 
 def _copies() -> dict[str, tuple[Build, bool]]:
-    def build(spec: tuple[Any, int], make: Maker) -> dict[str, Any]:
+    def build(spec: tuple[Any, int, bool], make: Maker) -> dict[str, Any]:
         return cache_cases.copy(*spec, make)
 
     return _from(cache_cases.copy_table(), build, ("halves", "int8_token", "bfloat16"))

@@ -88,6 +88,8 @@ def sample(spec: Sampling, make: Maker) -> dict[str, Any]:
     shape = (vocab,) if "shared" in use else (batch, vocab)
     args["logit_bias"] = make.normal(*shape, std=2.0) if "bias" in use else None
     args["allowed_mask"] = make.uniform(*shape) < 0.4 if "mask" in use else None
+    if "mask" in use and spec.logits == "invalid":
+        args["allowed_mask"][..., 3] = False  # where the NaN is
     if "forbid_all" in use:
         args["allowed_mask"][1] = False
     args["logprobs_mode"] = spec.logprobs
@@ -192,6 +194,7 @@ def sample_table() -> dict[str, Sampling]:
         "huge": replace(base, logits="huge"),
         "invalid": replace(base, logits="invalid"),
         "invalid_processed": replace(base, logits="invalid", logprobs="processed", use=()),
+        "invalid_masked": replace(base, logits="invalid", use=("mask",)),
         "batch_1": replace(base, batch=1),
         "batch_33": replace(base, batch=33, vocab=127),
         "no_rows": replace(base, batch=0),
@@ -204,7 +207,17 @@ def sample_table() -> dict[str, Sampling]:
     return table | {f"vocab_{n}": replace(base, vocab=n) for n in (1, 2, 3, 7, 31, 127, 128, 129)}
 
 
-SAMPLE_SMOKE = ("mixed", "everything", "ties", "invalid", "processed", "bfloat16", "vocab_1", "vocab_129")
+SAMPLE_SMOKE = (
+    "mixed",
+    "everything",
+    "kept_penalties",
+    "ties",
+    "invalid",
+    "processed",
+    "bfloat16",
+    "vocab_1",
+    "vocab_129",
+)
 
 
 def verify_table() -> dict[str, Draft]:
@@ -218,7 +231,7 @@ def verify_table() -> dict[str, Draft]:
         "no_drafts": Draft(lengths=(0, 0, 0)),
         "empty_batch": Draft(lengths=()),
         "one_request": Draft(lengths=(5,), vocab=1000),
-        "many": Draft(lengths=(4,) * 33, vocab=129),
+        "many": Draft(lengths=(2, 0, 1) * 11, vocab=129),
         "int32_ids": replace(base, index_dtype=torch.int32),
         "bfloat16": replace(base, dtype=BF16, strides="gaps"),
         "float16": replace(base, dtype=F16, one_hot=True),
