@@ -241,7 +241,7 @@ def attention(
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     DOT: tl.constexpr = tl.float32 if INTERPRETED else TYPE
     # Masked tiles hold more in registers, and less of a smaller one is wasted.
-    MASK_N: tl.constexpr = max(BLOCK_N // 2, 16)
+    MASK_N: tl.constexpr = BLOCK_N // 2 if BLOCK_N >= 32 else 16  # `max` is no constexpr in Triton 3.4
     tile = (
         tl.num_programs(0) - 1 - tl.program_id(0)
     )  # under a causal mask the last tiles are the longest: start them first

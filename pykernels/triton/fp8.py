@@ -10,8 +10,11 @@ import triton
 import triton.language as tl
 
 
-def _widen(shift: int, keep: str, fix: str) -> tl.constexpr:
-    """Four e4m3 bytes to four 16-bit floats times 2^-8: byte to the high half, exponent and mantissa down, sign kept."""
+def _widen(shift: int, keep: str, rescale: str, step: str) -> tl.constexpr:
+    """Four e4m3 bytes to four 16-bit floats times 2^-8: byte to the high half, exponent and mantissa down, sign kept.
+
+    NaN's code comes out as 480 x 2^-8, which is 2 less one `step`: adding that sets bit 14 for it alone, and with bit 14 it is NaN.
+    """
     return tl.constexpr(f"""{{
         .reg .b32 a, b, s, t;
         prmt.b32 a, 0, $2, 0x5040;
@@ -22,15 +25,20 @@ def _widen(shift: int, keep: str, fix: str) -> tl.constexpr:
         shr.u32 b, b, {shift};
         lop3.b32 $0, a, {keep}, s, 0xEA;
         lop3.b32 $1, b, {keep}, t, 0xEA;
-        {fix}
+        {rescale}
+        add.u32 s, $0, {step};
+        add.u32 t, $1, {step};
+        lop3.b32 $0, s, 0x40004000, $0, 0xEA;
+        lop3.b32 $1, t, 0x40004000, $1, 0xEA;
     }}""")
 
 
-TO_FP16 = _widen(1, "0x3F803F80", "")
+TO_FP16 = _widen(1, "0x3F803F80", "", "0x00800080")
 TO_BF16 = _widen(
     4,
     "0x07F007F0",
     "mov.b32 s, 0x77807780; mov.b32 t, 0x80008000; fma.rn.bf16x2 $0, $0, s, t; fma.rn.bf16x2 $1, $1, s, t;",
+    "0x00100010",
 )
 
 
