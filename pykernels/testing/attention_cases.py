@@ -38,7 +38,7 @@ class Attention:
     page_size: int = 16
     cache: torch.dtype | None = None  # None: the dtype of q
     scales: str = "token"  # "token": dynamic; "head", "tensor": static
-    pool: str = "dense"  # "halves" of one [pages, 2, ...] buffer; "heads_first" in memory; "mixed": v alone; "vast": past 2^31 elements
+    pool: str = "dense"  # "halves" of one [pages, 2, ...] buffer; "heads_first" in memory; "mixed": v alone; "apart": rows on 16 bytes; "vast": past 2^31 elements
     split: int = 0
 
 
@@ -120,7 +120,7 @@ def empty_pool(spec: Attention, make: Maker, pages: int) -> tuple[torch.Tensor, 
     if spec.pool in ("heads_first", "mixed"):
         k, v = (make.poison(n, h, p, d, dtype=dtype).transpose(1, 2) for n, p, h, d in shapes)
         return k.contiguous() if spec.pool == "mixed" else k, v
-    allocate = make.vast if spec.pool == "vast" else make.poison
+    allocate = {"vast": make.vast, "apart": make.apart}.get(spec.pool, make.poison)
     k, v = (allocate(*shape, dtype=dtype) for shape in shapes)
     return k, v
 

@@ -19,6 +19,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "window_own_token": {"window": (0, 0)},
     "window_both": {"causal": False, "window": (17, 9)},
     "window_right": {"causal": False, "window": (-1, 3)},
+    "window_right_causal": {"window": (-1, 3)},
     "softcap": {"softcap": 5.0},
     "alibi": {"alibi": "head"},
     "alibi_sequence": {"alibi": "sequence"},
@@ -120,6 +121,9 @@ def page_table(base: Attention) -> Table:
             f"{name}_mixed": replace(coded, pool="mixed"),
             f"{name}_halves": replace(coded, pool="halves", scales="head"),
             f"{name}_dim_128": replace(coded, head_dim=128, head_dim_v=128),
+            f"{name}_dim_72_104": replace(coded, head_dim=72, head_dim_v=104),
+            f"{name}_apart": replace(coded, head_dim=72, head_dim_v=64, pool="apart"),
+            f"{name}_apart_v": replace(coded, head_dim=64, head_dim_v=72, pool="apart"),
             f"{name}_all": replace(coded, **MASKS["all"]),
         }
     return table

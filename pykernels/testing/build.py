@@ -59,6 +59,14 @@ class Maker:
         view.copy_(value)
         return view
 
+    def apart(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A poisoned tensor whose rows of the last dimension begin on 16 elements each; its memory ends with the last one."""
+        size = shape[-1]
+        step = size + -size % 16
+        rows = torch.empty(shape[:-1], device="meta")
+        buffer = self.poison(max(0, rows.numel() * step - (step - size)), dtype=dtype)
+        return buffer.as_strided(shape, (*(n * step for n in rows.stride()), 1))
+
     def vast(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """A poisoned cache [pages, ...] of which half the pages start past element 2^31.
 

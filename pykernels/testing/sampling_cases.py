@@ -106,7 +106,10 @@ def sample(spec: Sampling, make: Maker) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafts of different length; q is close to p, so that some tokens are accepted and some are not."""
+    """Drafts of different length; q is close to p, so that some tokens are accepted and some are not.
+
+    "few": q is zero but for its four best tokens, and some drafts are among neither these nor the target's.
+    """
 
     lengths: tuple[int, ...] = (3, 0, 5, 1, 4, 2, 7, 3)
     vocab: int = 200
@@ -115,6 +118,7 @@ class Draft:
     use: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p")
     index_dtype: torch.dtype = torch.int64
     logits: str = "normal"  # "invalid": one row of NaN, one of -inf
+    drafts: str = "near"  # "few"
     strides: str = "dense"
 
 
@@ -130,6 +134,10 @@ def verify(spec: Draft, make: Maker) -> dict[str, Any]:
     drawn = torch.argmax(torch.log(q) + make.uniform(total, spec.vocab, low=1e-6).log().neg().log().neg(), dim=-1)
     likely = make.uniform(total) < 0.6
     draft_ids = torch.where(likely, logits[rows].nan_to_num(neginf=-30.0).argmax(-1), drawn)
+    if spec.drafts == "few":
+        q = torch.where(q >= q.topk(4).values[:, 3:], q, 0.0)
+        q /= q.sum(-1, keepdim=True)
+        draft_ids = torch.where(make.uniform(total) < 0.4, logits[rows].argmin(-1), draft_ids)
     return {
         "target_logits": make.placed(logits.to(spec.dtype), spec.strides),
         "draft_ids": draft_ids.to(spec.index_dtype),
@@ -228,6 +236,8 @@ def verify_table() -> dict[str, Draft]:
         "temperature": replace(base, use=("temperature",)),
         "one_hot": replace(base, one_hot=True),
         "one_hot_plain": replace(base, one_hot=True, use=()),
+        "few_drafted": replace(base, drafts="few"),
+        "few_drafted_top_k": replace(base, drafts="few", use=("top_k",)),
         "no_drafts": Draft(lengths=(0, 0, 0)),
         "empty_batch": Draft(lengths=()),
         "one_request": Draft(lengths=(5,), vocab=1000),
