@@ -6,6 +6,7 @@ module whose level this CPU has is ever imported. `PYKERNELS_CPU_ISA` forces a l
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -113,6 +114,35 @@ def _load_chosen(level: str) -> ModuleType:
 def module() -> ModuleType:
     """The module of the level in use (`PYKERNELS_CPU_ISA`, else the best that this machine can run)."""
     return _load_chosen(chosen_level())
+
+
+def share_torch_threads(share: bool = True) -> bool:
+    """Runs the CPU backend on torch's own threads, `torch.get_num_threads()` of them, or on ours again.
+
+    For calls between torch's ops: torch's threads spin for milliseconds after each of those, on the cores that ours would
+    run on. Outputs keep their bits. A forked child has threads of its own again.
+
+    Returns:
+        Whether torch's threads are in use: never where torch comes without OpenMP.
+    """
+    addresses = _torch_openmp() if share else ()
+    if addresses:
+        module().set_num_threads(torch.get_num_threads())
+    module().borrow_openmp(*(addresses or (0, 0, 0)))
+    return bool(addresses)
+
+
+@functools.cache
+def _torch_openmp() -> tuple[int, ...]:
+    """Where in torch's OpenMP runtime the functions lie that `borrow_openmp` takes; none where there is none."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not library.exists():
+        return ()
+    names = ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num")
+    loaded = ctypes.CDLL(str(library))  # its symbols include those of the runtime that it is linked with
+    if not all(hasattr(loaded, name) for name in names):
+        return ()
+    return tuple(ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in names)
 
 
 def _linear_refusals(args: Mapping[str, Any]) -> list[str]:

@@ -1,15 +1,23 @@
-"""The CPU backend's team of threads: every part of a run is done once, with and without other threads on its cores."""
+"""The CPU backend's team of threads: every part of a run is done once, with and without other threads on its cores.
+
+On threads of its own, and on those of torch.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+
+from pykernels import native, rms_norm
+from pykernels.testing.compare import same_bits
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / "tests" / "thread_team.cpp"), str(ROOT / "csrc" / "cpu" / "threads.cpp")]
@@ -40,9 +48,9 @@ def busy_cores() -> Iterator[None]:
 
 
 @compiler
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_part_is_done_once(program: Path, size: int) -> None:
-    done = subprocess.run([program, str(size), "500"], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize(("size", "granted"), [(1, 0), (2, 0), (3, 0), (1, 1), (2, 2), (3, 3), (3, 2), (2, 1)])
+def test_every_part_is_done_once(program: Path, size: int, granted: int) -> None:
+    done = subprocess.run([program, str(size), "500", str(granted)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -50,6 +58,36 @@ def test_every_part_is_done_once(program: Path, size: int) -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="counts cores by the affinity mask")
 def test_the_caller_does_what_no_thread_begins(program: Path) -> None:
     with busy_cores():
-        done = subprocess.run([program, "2", "100"], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([program, "2", "100", "0"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[0]) > 0
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = native.module().num_threads()
+    if not native.share_torch_threads():
+        pytest.skip("this torch has no OpenMP runtime that can be shared")
+    yield
+    native.share_torch_threads(False)
+    native.module().set_num_threads(before)
+
+
+def test_outputs_have_the_same_bits_on_the_threads_of_torch(torch_threads: None) -> None:
+    assert native.module().num_threads() == torch.get_num_threads()
+    x, weight = torch.randn(64, 577), torch.randn(577)
+    on_torch = [rms_norm(x, weight, eps=1e-6) for _ in range(20)]
+    native.share_torch_threads(False)
+    alone = rms_norm(x, weight, eps=1e-6)
+    assert all(same_bits(out, alone).all() for out in on_torch)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_threads_of_its_own(torch_threads: None) -> None:
+    x, weight = torch.randn(64, 577), torch.randn(577)
+    expected = rms_norm(x, weight, eps=1e-6)  # by threads that the child does not have
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if torch.equal(rms_norm(x, weight, eps=1e-6), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

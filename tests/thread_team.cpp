@@ -1,5 +1,6 @@
 // A team of threads under load: every part of a run is done once, whoever does it; barriers hold; shares add up; and a worker that
-// has overslept a run, or several, does nothing of them. Prints what broke.
+// has overslept a run, or several, does nothing of them. So it is on the threads of an OpenMP runtime, of which there may be fewer.
+// Prints what broke.
 #include <cstdio>
 #include <cstdlib>
 
@@ -12,13 +13,36 @@ int broken(const char* what, int run) {
   return 1;
 }
 
+// A runtime that has as many threads as `granted`, at most.
+int granted = 0;
+thread_local int own = 0, present = 1;
+
+void parallel(void (*body)(void*), void* given, unsigned threads, unsigned) {
+  const int count = std::min(int(threads), granted);
+  std::vector<std::thread> others;
+  const auto part = [&](int thread) {
+    own = thread;
+    present = count;
+    body(given);
+    own = 0;
+    present = 1;
+  };
+  for (int thread = 1; thread < count; ++thread) others.emplace_back(part, thread);
+  part(0);
+  for (auto& other : others) other.join();
+}
+
+// Arguments: threads, runs, and of the runtime's threads how many there are (0: run on our own).
 int main(int, char** argv) {
   const int size = std::atoi(argv[1]), runs = std::atoi(argv[2]);
+  granted = std::atoi(argv[3]);
   Team team(size);
   std::vector<long> done(size_t(size), 0), before(size_t(size), 0), sums(size_t(size), 0);
   long by_caller = 0;
   const auto caller = std::this_thread::get_id();
   for (int run = 1; run <= runs; ++run) {
+    if (granted && run % 5 == 1) team.borrow({parallel, [] { return present; }, [] { return own; }});
+    if (granted && run % 5 == 0) team.borrow({});
     team.run([&](int tid) {
       ++done[size_t(tid)];
       if (tid && std::this_thread::get_id() == caller) ++by_caller;

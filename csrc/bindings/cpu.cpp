@@ -81,6 +81,10 @@ void register_plan(py::module_& m) {
     set_num_threads(n);
   });
   m.def("num_threads", [] { return team().size(); });
+  m.def("borrow_openmp", [](uintptr_t parallel, uintptr_t threads, uintptr_t thread) {  // addresses, 0 for none; see OpenMp
+    borrow_openmp({reinterpret_cast<decltype(OpenMp::parallel)>(parallel), reinterpret_cast<decltype(OpenMp::threads)>(threads),
+                   reinterpret_cast<decltype(OpenMp::thread)>(thread)});
+  });
   m.def("default_threads", default_threads);
 }
 

@@ -94,30 +94,65 @@ void Team::finish_part() {
   if (left_.fetch_sub(1) == 1 && parked_.load()) left_.notify_all();
 }
 
+void Team::borrow(const OpenMp& openmp) {
+  std::lock_guard<std::mutex> lock(caller_);
+  openmp_ = openmp;
+}
+
 void Team::run_erased(Erased fn, void* body, Start start, int64_t shared) {
   std::lock_guard<std::mutex> lock(caller_);
   const uint32_t saved = flush_denormals();
   fn_ = fn;
   body_ = body;
   for (int tid = 0; shared && tid < size_; ++tid) shares_.reset(tid, shared);
-  if (size_ == 1) {
+  if (size_ == 1)
     fn(body, 0);
-    return restore_denormals(saved);
-  }
+  else if (!openmp_.parallel || !run_borrowed(start))
+    run_ours(start);
+  restore_denormals(saved);
+}
+
+void Team::run_ours(Start start) {
   uint32_t number = run_.load(std::memory_order_relaxed) + 1;
-  number += number == 0;  // 0 marks a part that is taken
+  if (number == kBorrowed) number = 1;  // 0 marks a part that is taken
   left_.store(uint32_t(size_ - 1), std::memory_order_relaxed);
   for (int tid = 1; tid < size_; ++tid) parts_[size_t(tid)].number.store(number, std::memory_order_relaxed);
   run_.store(number);
   if (parked_.load()) run_.notify_all();
-  fn(body, 0);
+  fn_(body_, 0);
   for (int tid = 1; tid < size_ && start == Start::apart; ++tid)
     if (claim(tid, number)) {
-      fn(body, tid);
+      fn_(body_, tid);
       finish_part();
     }
   for (uint32_t left; (left = left_.load()) != 0;) wait_while(left_, left, parked_);
-  restore_denormals(saved);
+}
+
+// False when the pool has too few threads for parts that wait for each other, as it has for a caller that is one of its threads.
+bool Team::run_borrowed(Start start) {
+  struct Run {
+    Team& team;
+    Start start;
+    bool done;
+  } run{*this, start, true};
+  for (Part& part : parts_) part.number.store(kBorrowed, std::memory_order_relaxed);
+  const auto thread = [](void* given) {
+    Run& r = *static_cast<Run*>(given);
+    Team& t = r.team;
+    const int own = t.openmp_.thread();
+    if (r.start == Start::together && t.openmp_.threads() < t.size_) {
+      if (own == 0) r.done = false;
+      return;
+    }
+    const uint32_t saved = flush_denormals();
+    for (int i = 0; i < (r.start == Start::together ? 1 : t.size_); ++i) {
+      const int tid = (own + i) % t.size_;
+      if (t.claim(tid, kBorrowed)) t.fn_(t.body_, tid);
+    }
+    restore_denormals(saved);
+  };
+  openmp_.parallel(thread, &run, unsigned(size_), 0);
+  return run.done;
 }
 
 void Team::worker(int tid) {
@@ -164,11 +199,19 @@ int quota_cpus() {
   return cpus > 0 ? int(cpus + 0.999) : 0;
 }
 
+OpenMp& openmp() {
+  static OpenMp borrowed;
+  return borrowed;
+}
+
 std::unique_ptr<Team>& holder() {
   static std::unique_ptr<Team> team;
 #ifdef __linux__
   // A forked child has none of the threads: it forgets the team and makes its own on first use.
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { (void)holder().release(); });
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    (void)holder().release();
+    openmp() = {};
+  });
   (void)registered;
 #endif
   return team;
@@ -187,7 +230,7 @@ int default_threads() {
 
 Team& team() {
   auto& t = holder();
-  if (!t) t = std::make_unique<Team>(default_threads());
+  if (!t) set_num_threads(default_threads());
   return *t;
 }
 
@@ -196,6 +239,12 @@ void set_num_threads(int n) {
   if (t && t->size() == n) return;
   t.reset();
   t = std::make_unique<Team>(n);
+  t->borrow(openmp());
+}
+
+void borrow_openmp(const OpenMp& borrowed) {
+  openmp() = borrowed;
+  team().borrow(borrowed);
 }
 
 void* Scratch::bytes(int64_t n) {

@@ -1,4 +1,4 @@
-// One persistent team of threads, ours alone: never nested in another library's pool.
+// One persistent team of threads, ours alone; or, where another library's pool keeps the same cores busy, the threads of that pool.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -41,6 +41,13 @@ class Shares {
   std::vector<Range> ranges_;
 };
 
+// The pool of an OpenMP runtime, by the functions that compiled code calls.
+struct OpenMp {
+  void (*parallel)(void (*body)(void*), void*, unsigned threads, unsigned flags) = nullptr;  // GOMP_parallel
+  int (*threads)() = nullptr;                                                                // omp_get_num_threads
+  int (*thread)() = nullptr;                                                                 // omp_get_thread_num
+};
+
 class Team {
  public:
   explicit Team(int size);
@@ -72,6 +79,8 @@ class Team {
   void barrier();
   // Inside run().
   Shares& shares() { return shares_; }
+  // From now on the parts of a run are done by the threads of `openmp`; by ours again when it has no functions.
+  void borrow(const OpenMp& openmp);
 
  private:
   using Erased = void (*)(void*, int);
@@ -79,7 +88,10 @@ class Team {
   struct alignas(128) Part {
     std::atomic<uint32_t> number{0};
   };
+  static constexpr uint32_t kBorrowed = ~0u;  // the number of every run of a borrowed pool
   void run_erased(Erased fn, void* body, Start start, int64_t shared);
+  void run_ours(Start start);
+  bool run_borrowed(Start start);
   bool claim(int tid, uint32_t number) { return parts_[size_t(tid)].number.compare_exchange_strong(number, 0); }
   void finish_part();
   template <class F>
@@ -103,6 +115,7 @@ class Team {
   std::atomic<bool> stop_{false};
   Erased fn_ = nullptr;
   void* body_ = nullptr;
+  OpenMp openmp_;
   std::mutex caller_;
   std::vector<std::thread> threads_;
 };
@@ -111,6 +124,7 @@ class Team {
 Team& team();
 int default_threads();
 void set_num_threads(int n);
+void borrow_openmp(const OpenMp& openmp);  // for team(), and for those that set_num_threads makes later
 
 // Memory that lives across calls, so that no op allocates in the token loop. Slot ids are per call site and per thread.
 class Scratch {

@@ -17,6 +17,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
+from ..native import BACKEND, share_torch_threads
 from ..ops.decode import paged_decode_attention
 from ..ops.prefill import prefill_attention
 from .transformers_mask import Band, Pages, Runs, Segments, Table, Visibility, table_of, visible_keys
@@ -48,13 +49,15 @@ NEUTRAL = frozenset(
 )
 
 
-def register(name: str = NAME, *, continuous_batching: bool = False) -> str:
+def register(name: str = NAME, *, continuous_batching: bool = False, torch_threads: bool = True) -> str:
     """Makes `attn_implementation=name` a choice in transformers; calling it again changes nothing.
 
     Args:
         name: what to call it.
         continuous_batching: give it a name that `generate_batch` accepts: transformers 5 knows its paged attentions by
             the word "flash", and would look for a package of that name unless told that it is loaded.
+        torch_threads: run the CPU backend on torch's threads (`native.share_torch_threads`), since those of the model's
+            other ops keep the cores busy.
 
     Returns:
         The name to set: `name`, or with continuous batching, on transformers 5, `name + "_flash"`.
@@ -63,6 +66,8 @@ def register(name: str = NAME, *, continuous_batching: bool = False) -> str:
         name += "_flash"
         flash_attention: Any = modeling_flash_attention_utils
         flash_attention._loaded_implementation = name
+    if torch_threads and not BACKEND.unavailable():
+        share_torch_threads()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, visible_keys)
     return name
