@@ -123,9 +123,9 @@ def share_torch_threads(share: bool = True) -> bool:
     run on. Outputs keep their bits. A forked child has threads of its own again.
 
     Returns:
-        Whether torch's threads are in use: never where torch comes without OpenMP.
+        Whether torch's threads are in use: never where it has one only, which is the caller's, or comes without OpenMP.
     """
-    addresses = _torch_openmp() if share else ()
+    addresses = _torch_openmp() if share and torch.get_num_threads() > 1 else ()
     if addresses:
         module().set_num_threads(torch.get_num_threads())
     module().borrow_openmp(*(addresses or (0, 0, 0)))

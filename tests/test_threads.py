@@ -65,16 +65,20 @@ def test_the_caller_does_what_no_thread_begins(program: Path) -> None:
 
 @pytest.fixture
 def torch_threads() -> Iterator[None]:
-    before = native.module().num_threads()
-    if not native.share_torch_threads():
-        pytest.skip("this torch has no OpenMP runtime that can be shared")
-    yield
-    native.share_torch_threads(False)
-    native.module().set_num_threads(before)
+    ours, torchs = native.module().num_threads(), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        if not native.share_torch_threads():
+            pytest.skip("this torch has no OpenMP runtime that can be shared")
+        yield
+    finally:
+        native.share_torch_threads(False)
+        native.module().set_num_threads(ours)
+        torch.set_num_threads(torchs)
 
 
 def test_outputs_have_the_same_bits_on_the_threads_of_torch(torch_threads: None) -> None:
-    assert native.module().num_threads() == torch.get_num_threads()
+    assert native.module().num_threads() == 3
     x, weight = torch.randn(64, 577), torch.randn(577)
     on_torch = [rms_norm(x, weight, eps=1e-6) for _ in range(20)]
     native.share_torch_threads(False)
@@ -85,9 +89,16 @@ def test_outputs_have_the_same_bits_on_the_threads_of_torch(torch_threads: None)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_threads_of_its_own(torch_threads: None) -> None:
     x, weight = torch.randn(64, 577), torch.randn(577)
-    expected = rms_norm(x, weight, eps=1e-6)  # by threads that the child does not have
+    expected = rms_norm(x, weight, eps=1e-6).tolist()  # by threads that the child does not have
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        os._exit(0 if torch.equal(rms_norm(x, weight, eps=1e-6), expected) else 1)
+        os._exit(0 if rms_norm(x, weight, eps=1e-6).tolist() == expected else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_nothing_is_shared_with_a_torch_of_one_thread() -> None:
+    before = native.module().num_threads()
+    assert torch.get_num_threads() == 1  # as the suite sets it
+    assert not native.share_torch_threads()
+    assert native.module().num_threads() == before
