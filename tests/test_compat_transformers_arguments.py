@@ -200,9 +200,14 @@ def test_a_mask_that_contradicts_the_call_is_refused() -> None:
 
 
 # ---- register and use_ops -------------------------------------------------------------------------------------------
-def test_register_has_these_options_and_each_is_obeyed() -> None:
-    assert names_of(register) == {"name", "continuous_batching"}
+def test_register_has_these_options_and_each_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names_of(register) == {"name", "continuous_batching", "torch_threads"}
+    shared: list[bool] = []
+    monkeypatch.setattr("pykernels.compat.transformers.share_torch_threads", lambda: shared.append(True))
+    register("another", torch_threads=False)
+    assert shared == []
     assert register("another") == "another"
+    assert shared == [True]
     assert transformers.AttentionInterface()["another"] is attention
     assert hf.AttentionMaskInterface()["another"] is visible_keys
     assert register("another", continuous_batching=True) == ("another_flash" if NEW_MASKS else "another")
