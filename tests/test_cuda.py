@@ -102,8 +102,9 @@ def test_a_page_that_does_not_exist_is_neither_read_nor_written(op: str, name: s
     case = next(c for c in cases(op) if c.name == "int8_token")
     args, whole = case.args(), case.args()
     EmulatedCuda().run(op, whole)
-    args[name][:2] = torch.tensor([-1, 1 << 40])
-    missed = case.args()["dst_pages"][:2]
+    pages = args["k_cache" if op == "copy_pages" else {"src_pages": "k_from", "dst_pages": "k_to"}[name]].shape[0]
+    args[name][:3] = torch.tensor([-1, pages, 1 << 40])
+    missed = case.args()["dst_pages"][:3]
     before = case.args()
     EmulatedCuda().run(op, args)  # reports a fault for any access outside of the tensors
     for tensor in OPS[op].tensors:

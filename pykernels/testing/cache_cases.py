@@ -31,6 +31,7 @@ class Append:
     values: str = "normal"  # "zeros": some rows are zero; "edges": halves and saturation; "nonfinite": NaN and inf
     rotary_pairs: int = 32
     interleaved: bool = False
+    in_place: bool = False  # what is rotated is written over
     index_dtype: torch.dtype = torch.int64
 
 
@@ -103,9 +104,9 @@ def rotation(spec: Append, make: Maker) -> dict[str, Any]:
 
 def rope_append(spec: Append, make: Maker) -> dict[str, Any]:
     """Arguments of `rope_append_kv`."""
-    q = make.normal(spec.tokens, spec.heads, spec.head_dim, dtype=spec.dtype)
+    q = make.placed(make.normal(spec.tokens, spec.heads, spec.head_dim, dtype=spec.dtype), spec.strides)
     q_out = make.output(*q.shape, dtype=spec.dtype, strides="guarded" if spec.strides == "dense" else spec.strides)
-    return {"q": make.placed(q, spec.strides), **append(spec, make), **rotation(spec, make), "q_out": q_out}
+    return {"q": q, **append(spec, make), **rotation(spec, make), "q_out": q if spec.in_place else q_out}
 
 
 def rotary(spec: Append, make: Maker) -> dict[str, Any]:
@@ -113,9 +114,9 @@ def rotary(spec: Append, make: Maker) -> dict[str, Any]:
     strides = "guarded" if spec.strides == "dense" else spec.strides
     args = rotation(spec, make)
     for name, heads in (("q", spec.heads), ("k", spec.kv_heads)):
-        x = make.normal(spec.tokens, heads, spec.head_dim, dtype=spec.dtype)
-        args[name] = make.placed(x, spec.strides)
-        args[f"{name}_out"] = make.output(*x.shape, dtype=spec.dtype, strides=strides)
+        x = make.placed(make.normal(spec.tokens, heads, spec.head_dim, dtype=spec.dtype), spec.strides)
+        out = make.output(*x.shape, dtype=spec.dtype, strides=strides)
+        args |= {name: x, f"{name}_out": x if spec.in_place else out}
     return args
 
 
@@ -146,6 +147,7 @@ class Swap:
     source: Attention
     copies: int = 5
     pool: str = "dense"  # of the target, as `source.pool` is of the source
+    strides: str = "dense"  # of the target
     host: str = ""  # the side that is in host memory: "from", "to"
     repeated: bool = False  # one source page goes to every destination
 
@@ -164,6 +166,7 @@ def swap(spec: Swap, make: Maker) -> dict[str, Any]:
             page_size=spec.source.page_size,
             scales=spec.source.scales,
             pool=spec.pool,
+            strides=spec.strides,
         ),
         make,
     )
@@ -251,6 +254,9 @@ def rotary_table() -> dict[str, Append]:
         "int32_positions": replace(base, index_dtype=torch.int32),
         "heads_9_3": replace(base, heads=9, kv_heads=3, tokens=129),
         "dim_256": replace(base, head_dim=256, head_dim_v=256, rotary_pairs=128, heads=4, kv_heads=1),
+        "rotary_in_place": replace(base, in_place=True),
+        "rotary_in_place_interleaved": replace(base, in_place=True, interleaved=True, dtype=BF16, cache=BF16),
+        "rotary_in_place_odd": replace(base, in_place=True, strides="odd", rotary_pairs=24),
         "rotary_gaps": replace(base, strides="gaps"),
         "rotary_odd": replace(base, strides="odd", interleaved=True),
         "rotary_outer": replace(base, strides="outer"),
@@ -318,6 +324,8 @@ def swap_table() -> dict[str, Swap]:
         "halves": replace(base, source=replace(base.source, pool="halves", page_size=3), copies=9),
         "into_halves": replace(base, source=replace(base.source, page_size=1), pool="halves"),
         "into_heads_first": replace(base, pool="heads_first"),
+        "into_odd": replace(base, strides="odd"),
+        "int8_into_odd": replace(base, source=replace(base.source, cache=INT8), strides="odd"),
         "uneven_dims": replace(base, source=replace(base.source, head_dim=192, head_dim_v=128, pool="heads_first")),
         "out": replace(base, source=replace(base.source, dtype=BF16, pool="halves"), host="to"),
         "in": replace(base, source=replace(base.source, dtype=BF16), host="from", pool="halves"),

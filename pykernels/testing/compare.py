@@ -66,11 +66,13 @@ class Snapshot:
         self.buffers = {id(base): (base, base.clone()) for base in bases}
 
     def trampled(self, op: Op, args: Mapping[str, Any]) -> str:
-        """A sentence when an input changed, or an element of a buffer that no output covers; otherwise empty."""
+        """A sentence when an input that is no output changed, or an element of a buffer that none covers; otherwise empty."""
+        outputs = [args[arg.name] for arg in op.tensors if arg.mutated]
         for arg in op.tensors:
             if (
                 arg.role == "in"
                 and args[arg.name] is not None
+                and not any(args[arg.name] is output for output in outputs)
                 and not same_bits(args[arg.name].cpu(), self.args[arg.name]).all()
             ):
                 return f"wrote to its input {arg.name}"

@@ -27,6 +27,7 @@ class Linear:
     activations: str = "float"
     bias: torch.dtype | None = None
     residual: torch.dtype | None = None
+    in_place: bool = False  # the residual is the output
     strides: str = "dense"
     zeros: bool = False  # some groups of x are all zero
 
@@ -47,7 +48,10 @@ def linear(spec: Linear, make: Maker) -> dict[str, Any]:
     else:
         weight = packed(make, spec.format, spec.layout, spec.n, spec.k)
     strides = "guarded" if spec.strides == "dense" else spec.strides
-    residual = make.normal(spec.tokens, spec.n, dtype=spec.residual) if spec.residual else None
+    residual = None
+    if spec.residual:
+        residual = make.placed(make.normal(spec.tokens, spec.n, dtype=spec.residual), spec.strides)
+    out = residual if spec.in_place else make.output(spec.tokens, spec.n, dtype=spec.out or spec.dtype, strides=strides)
     return {
         "x": make.placed(x.to(spec.dtype), spec.strides),
         "weight": weight,
@@ -55,8 +59,8 @@ def linear(spec: Linear, make: Maker) -> dict[str, Any]:
         "layout": spec.layout,
         "activations": spec.activations,
         "bias": make.normal(spec.n, dtype=spec.bias) if spec.bias else None,
-        "residual": None if residual is None else make.placed(residual, spec.strides),
-        "out": make.output(spec.tokens, spec.n, dtype=spec.out or spec.dtype, strides=strides),
+        "residual": residual,
+        "out": out,
     }
 
 
@@ -104,6 +108,7 @@ class Rows:
     weight: torch.dtype = F32
     residual: bool = False
     keep_sum: bool = False
+    in_place: bool = False  # the sum is written over the residual
     std: float = 1.0
     kind: str = "silu"
     strides: str = "dense"
@@ -114,13 +119,14 @@ def norm(spec: Rows, make: Maker) -> dict[str, Any]:
     shape = (spec.tokens, spec.width)
     strides = "guarded" if spec.strides == "dense" else spec.strides
     residual = make.placed(make.normal(*shape, dtype=spec.dtype), spec.strides) if spec.residual else None
+    kept = make.output(*shape, dtype=spec.dtype, strides=strides) if spec.keep_sum else None
     return {
         "x": make.placed(make.normal(*shape, dtype=spec.dtype, std=spec.std), spec.strides),
         "weight": make.normal(spec.width, dtype=spec.weight),
         "eps": 1e-5,
         "residual": residual,
         "out": make.output(*shape, dtype=spec.out or spec.dtype, strides=strides),
-        "residual_out": make.output(*shape, dtype=spec.dtype, strides=strides) if spec.keep_sum else None,
+        "residual_out": residual if spec.in_place else kept,
     }
 
 
@@ -153,6 +159,10 @@ def linear_table() -> dict[str, Linear]:
         "dense_mixed": replace(base, dtype=BF16, weight=F32, out=F32),
         "dense_bias": replace(base, bias=F32, residual=F32),
         "dense_gaps": replace(base, strides="gaps", residual=F32),
+        "dense_in_place": replace(base, residual=F32, in_place=True),
+        "bfloat16_in_place": Linear(8, 41, 672, dtype=BF16, weight=BF16, residual=BF16, in_place=True, strides="gaps"),
+        "q4_1_in_place": Linear(8, 41, 672, dtype=F16, format="q4_1", residual=F16, in_place=True),
+        "q4_1_in_place_many": Linear(67, 33, 160, format="q4_1", residual=F32, in_place=True),
         "dense_odd_strides": replace(base, strides="odd", dtype=BF16, weight=BF16),
     }
     for fmt in PACKED:
@@ -223,6 +233,9 @@ def norm_table() -> dict[str, Rows]:
         "residual_kept": replace(base, residual=True, keep_sum=True),
         "tiny": replace(base, std=1e-4),
         "large": replace(base, std=1e4),
+        "in_place": replace(base, residual=True, in_place=True),
+        "in_place_bfloat16": replace(base, dtype=BF16, residual=True, in_place=True, width=1536),
+        "in_place_odd": replace(base, dtype=F16, residual=True, in_place=True, strides="odd", width=129),
         "bfloat16": replace(base, dtype=BF16, weight=BF16, residual=True, keep_sum=True),
         "bfloat16_to_float32": replace(base, dtype=BF16, out=F32),
         "float16": replace(base, dtype=F16, weight=F16, residual=True, keep_sum=True),

@@ -57,12 +57,18 @@ class EmulatedCuda(CudaBackend):
         """The op, with its tensors as the only memory that kernels may touch. Raises Faults if anything was reported."""
         handle = _loaded(self.build)[1]
         handle.emu_free_all()
+        failed: RuntimeError | None = None
         with emulation.session(handle, **self.settings) as report:
             self._register(op_name, args)
-            super().run(op_name, args)
+            try:
+                super().run(op_name, args)
+            except RuntimeError as error:
+                failed = error  # a launch that cannot go on says where only in the report
         self.report = report
         if report.faults:
-            raise Faults(f"{op_name}: {report}")
+            raise Faults(f"{op_name}: {report}") from failed
+        if failed is not None:
+            raise failed
 
     def _scratch(self, *arguments: Any) -> torch.Tensor | None:
         scratch = super()._scratch(*arguments)

@@ -11,7 +11,7 @@ from .attention_cases import BF16, F16, F32
 from .build import Maker, cumulative
 
 # One column per option, of different lengths: a row takes the next value of each, so combinations do not repeat soon.
-TEMPERATURES = (1.0, 0.0, 0.7, 1.5, 1e-6, 0.3, 2.0, 1.0)
+TEMPERATURES = (1.0, 0.0, 0.7, 1.5, 2e-38, 0.3, 2.0, 1.0)
 TOP_K = (0, 5, 50, 3, -1, 1, 1 << 30)
 TOP_P = (1.0, 0.9, 0.5, 0.97, 0.95, 0.0, 1.0, 0.6, 0.3)
 MIN_P = (0.0, 0.0, 0.05, 0.0, 0.2, 1.0)
@@ -28,7 +28,7 @@ class Sampling:
     dtype: torch.dtype = F32
     use: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p")
     index_dtype: torch.dtype = torch.int64
-    # "coarse": many ties; "flat": at the top as well; "invalid": NaN, all -inf, +inf rows; "huge": of the order of 1e5
+    # "coarse": many ties; "flat": at the top as well; "equal": all; "invalid": NaN, all -inf, +inf rows; "huge": of the order of 1e5
     logits: str = "normal"
     logprobs: str = "raw"
     num_logprobs: int | None = 5  # None: no logprobs at all
@@ -57,6 +57,8 @@ def make_logits(spec: Sampling, make: Maker) -> torch.Tensor:
         x = x.round()
     if spec.logits == "flat":
         x = x.clamp(max=4.0)
+    if spec.logits == "equal":
+        x = torch.zeros_like(x)
     if spec.logits == "huge":
         x = x * (3e4 if spec.dtype != F16 else 5e3)
     if spec.logits == "invalid":
@@ -192,6 +194,10 @@ def sample_table() -> dict[str, Sampling]:
         # As many log-probabilities as tokens: all that is kept can be seen, not only what is drawn.
         "kept": replace(base, batch=18, vocab=64, logits="coarse", logprobs="processed", num_logprobs=64),
         "kept_flat": replace(base, batch=18, vocab=64, logits="flat", logprobs="processed", num_logprobs=64),
+        # Half of 64 equal tokens reach a share of 0.5, and none more is kept.
+        "kept_equal": replace(
+            base, batch=9, vocab=64, logits="equal", logprobs="processed", num_logprobs=64, use=("top_p",)
+        ),
         "kept_penalties": replace(
             base, batch=9, vocab=64, logprobs="processed", num_logprobs=64, use=(*FILTERS, *PENALTIES, "bias")
         ),
