@@ -3,8 +3,9 @@
     python -m pykernels.bench.transformers_model --context 2000
     python -m pykernels.bench.transformers_model --context 2000 --cache static --rows 2
 
-All continue the same prompts greedily in float32; different ids are an error, not a result. Needs transformers,
-accelerate and gguf (`pip install pykernels[test,demo]`).
+All continue the same prompts greedily in float32; different ids are an error, not a result. Every round probes the machine's
+float32 arithmetic and its DRAM: shares of these are of the work that cannot be avoided. Needs transformers, accelerate and
+gguf (`pip install pykernels[test,demo]`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from pykernels import native
 from pykernels.compat.transformers import register
 from pykernels.compat.transformers_modules import use_ops
 from pykernels.models import resolve_model
+from pykernels.roofline.ceilings import Prober
 
-PHASES = ("prefill", "decode")
+ROOFS = {"prefill": ("float32", "GFLOP/s"), "decode": ("dram", "GB/s")}  # what bounds each phase
+PHASES = tuple(ROOFS)
+PROBES = 3  # samples of a roof per round
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,30 @@ def load(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
-def compete(contenders: list[Contender], work: Work, repeats: int) -> None:
-    """Runs all in turn, once more than `repeats`; the first round warms up and is not counted."""
+def needed(model: Any, work: Work) -> dict[str, float]:
+    """FLOPs of a prefill; bytes that a decode step reads at least: all weights that are multiplied, keys and values."""
+    c = model.config
+    rows, tokens = work.prompt.shape
+    lengths = [tokens] if work.mask is None else work.mask[:, :tokens].sum(1).tolist()
+    head = model.get_output_embeddings().weight.numel()
+    table = model.get_input_embeddings().weight.numel()  # of which a token takes a row
+    body = sum(p.numel() for p in model.base_model.parameters() if p.dim() > 1) - table
+    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    scores = c.num_hidden_layers * c.num_attention_heads * sum(n * (n + 1) // 2 for n in lengths)
+    keys = c.num_hidden_layers * c.num_key_value_heads * (sum(lengths) + rows * (work.steps + 1) / 2)
+    return {
+        "prefill": 2 * (body * sum(lengths) + head * rows) + 4 * dim * scores,
+        "decode": torch.float32.itemsize * (body + head + 2 * dim * keys),
+    }
+
+
+def compete(contenders: list[Contender], work: Work, repeats: int, prober: Prober) -> dict[str, list[float]]:
+    """Runs all in turn, once more than `repeats`; the first round warms up and is not counted. Returns samples of the roofs."""
     first = contenders[0]
+    roofs: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for turn in range(repeats + 1):
+        for phase, (name, _) in ROOFS.items():
+            roofs[phase] += prober.samples(name, PROBES)
         for one in contenders[:: -1 if turn % 2 else 1]:
             one.run(work)
         for one in contenders:
@@ -96,6 +120,7 @@ def compete(contenders: list[Contender], work: Work, repeats: int) -> None:
                 raise SystemExit(f"{one.name} draws {one.ids}, {first.name} {first.ids}")
             if turn == 0:
                 one.times = {phase: [] for phase in PHASES}
+    return roofs
 
 
 def times_faster(first: Contender, other: Contender, phase: str) -> list[float]:
@@ -123,16 +148,23 @@ def main(arguments: list[str] | None = None) -> None:
         Contender("pykernels", model, "pykernels"),
         Contender("pykernels and use_ops", with_ops, "pykernels"),
     ]
-    compete(contenders, work, given.repeats)
+    roofs = compete(contenders, work, given.repeats, Prober(native.chosen_level()))
     print(
-        f"{given.rows} x {given.context} tokens, {given.cache} cache, {torch.get_num_threads()} threads of this machine"
+        f"{given.rows} x {given.context} tokens, {given.cache} cache, {torch.get_num_threads()} threads of {native.cpu_name()}"
     )
-    for phase in PHASES:
+    for phase, work_needed in needed(model, work).items():
+        roof = statistics.median(roofs[phase])
         for one in contenders:
             ratios = times_faster(contenders[0], one, phase)
             median = statistics.median(one.times[phase])
             spread = f"{statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            print(f"{phase:8} {one.name:22} {median:8.1f} ms  {spread}")
+            share = work_needed / (median / 1e3) / roof
+            if share > 1:
+                raise SystemExit(f"{phase} of {one.name} is {share:.2f} of its roof: the time or the work is wrong")
+            print(f"{phase:8} {one.name:22} {median:8.1f} ms  {spread}  {share:.0%} of the roof")
+        low, high = min(roofs[phase]) / 1e9, max(roofs[phase]) / 1e9
+        name, unit = ROOFS[phase]
+        print(f"{phase:8} roof: {name} {roof / 1e9:.1f} {unit} ({low:.1f} to {high:.1f})")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     cuda_figures.py            compare the objects of the last build with ci/cuda_figures.json
     cuda_figures.py --write    replace the figures
 
-It fails on a spill or any local memory, on a word of the compiler that it waits for
-products or keeps registers where the source says otherwise, on a main loop that has other products or copies than the algorithm
-(`expected`), on tensor-core instructions or 128-bit loads that have vanished, on registers or instructions (in all, or of the main loop) that
-grew by more than a tenth, on a kernel that is missing from the table or whose row lacks a figure, and on a row whose kernel is gone. `ci/build_cuda.sh` runs it.
+It fails on a spill or any local memory, on a word of the compiler that it waits for products or keeps registers where the source
+says otherwise, on a main loop that has other products or copies than the algorithm (`expected`), on tensor-core instructions or
+128-bit loads that have vanished, on registers or instructions (in all, or of the main loop) that grew by more than a tenth, on a
+kernel that is missing from the table or whose row lacks a figure, and on a row whose kernel is gone. `ci/build_cuda.sh` runs it.
 """
 
 from __future__ import annotations

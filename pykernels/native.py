@@ -117,10 +117,10 @@ def module() -> ModuleType:
 
 
 def share_torch_threads(share: bool = True) -> bool:
-    """Runs the CPU backend on torch's own threads, `torch.get_num_threads()` of them, or on ours again.
+    """Runs the CPU backend on torch's own threads, `torch.get_num_threads()` of them, or on as many of ours again.
 
     For calls between torch's ops: torch's threads spin for milliseconds after each of those, on the cores that ours would
-    run on. Outputs keep their bits. A forked child has threads of its own again.
+    run on. Outputs keep their bits. `PYKERNELS_THREADS` no longer counts. A forked child has threads of its own again.
 
     Returns:
         Whether torch's threads are in use: never where it has one only, which is the caller's, or comes without OpenMP.

@@ -9,25 +9,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import emulated_prefill
 import pytest
 import torch
-from test_prefill_sm90 import PAGED, RAGGED, lengths, problem
+from emulated_prefill import PAGED, RAGGED, Problems, assert_agrees_under_every_schedule, lengths, problem, table
 
-from pykernels.testing import Snapshot, judge
 from pykernels.testing.attention_cases import BF16, F16, FP8, INT8, Attention
-from pykernels.testing.compare import same_bits
 from pykernels.testing.emulated_cuda import EmulatedCuda
 from pykernels.testing.emulation_build import available
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
-SCHEDULES = ({}, {"schedule": "random", "seed": 2}, {"schedule": "random", "seed": 3, "async_copies": "lazy"})
 # At 64 keys a tile: ten key tiles and as many value tiles through a ring of three; then a chunk that begins at key 130.
 LONG = Attention(q_lens=(20, 0, 9), k_lens=(600, 30, 139), heads=2, kv_heads=1, dtype=BF16)
 WIDE = replace(LONG, head_dim=128, head_dim_v=128, dtype=F16)
 WIDEST = replace(LONG, q_lens=(9,), k_lens=(300,), head_dim=256, head_dim_v=256)  # 32 keys a tile
 CODES = replace(LONG, cache=INT8)
-PROBLEMS: dict[str, tuple[str, Attention]] = {
+PROBLEMS: Problems = {
     "long": (RAGGED, LONG),
     "wide_pages_of_3": (PAGED, replace(WIDE, page_size=3)),
     # Spans that begin on a tile's second key or end on its last but one.
@@ -43,7 +41,7 @@ PROBLEMS: dict[str, tuple[str, Attention]] = {
     "int8_pages_of_1": (PAGED, replace(CODES, page_size=1)),
     "fp8_wide_pages_of_64": (PAGED, replace(WIDE, cache=FP8, page_size=64, window=(500, 0))),
 }
-SLOW: dict[str, tuple[str, Attention]] = {
+SLOW: Problems = {
     "wide": (RAGGED, WIDE),
     "widest": (RAGGED, WIDEST),
     "full": (RAGGED, replace(LONG, causal=False)),
@@ -61,36 +59,13 @@ SLOW: dict[str, tuple[str, Attention]] = {
 }
 
 
-def table() -> list[Any]:
-    slow = [pytest.param(*p, id=name, marks=pytest.mark.slow) for name, p in SLOW.items()]
-    return [pytest.param(*p, id=name) for name, p in PROBLEMS.items()] + slow
-
-
-@pytest.mark.parametrize(("op", "spec"), table())
+@pytest.mark.parametrize(("op", "spec"), table(PROBLEMS, SLOW))
 def test_long_problems_agree_and_have_the_same_bits_under_every_schedule(op: str, spec: Attention) -> None:
-    first: dict[str, Any] | None = None
-    for settings in SCHEDULES:
-        args, backend = problem(op, spec), EmulatedCuda(capability=80, profile=not settings, **settings)
-        before = Snapshot(args)
-        backend.run(op, args)
-        assert backend.report.counters["wgmma"] == 0
-        if first is None:
-            first = args
-            assert not [v.reason for v in judge(op, before, args) if not v.ok]
-            assert backend.report.counters["matrix_bank_conflicts"] == 0
-            assert backend.report.counters["shared_bank_conflicts"] == 0
-        for name in ("out", "lse"):
-            assert same_bits(args[name], first[name]).all(), (settings, name)
+    assert_agrees_under_every_schedule(op, spec, capability=80)
 
 
 def run(op: str, args: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The call with some arguments replaced, into fresh outputs."""
-    args = args | changes
-    rows, heads = args["q"].shape[:2]
-    args["out"] = torch.full((rows, heads, args["out"].shape[2]), torch.nan, dtype=args["out"].dtype)
-    args["lse"] = torch.full((heads, rows), torch.nan)
-    EmulatedCuda(races=False, capability=80).run(op, args)
-    return args
+    return emulated_prefill.run(op, args, 80, **changes)
 
 
 @pytest.mark.parametrize("cache", [None, INT8])

@@ -6,26 +6,23 @@ The tables of cases run in test_cuda.py; here are problems long enough to go rou
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import emulated_prefill
 import pytest
 import torch
+from emulated_prefill import PAGED, RAGGED, Problems, assert_agrees_under_every_schedule, lengths, problem, table
 
 from pykernels.contract import OPS, native_arguments
-from pykernels.testing import Case, Snapshot, judge
-from pykernels.testing.attention_cases import BF16, F16, F32, FP8, Attention, paged_prefill, prefill
-from pykernels.testing.compare import same_bits
+from pykernels.testing.attention_cases import BF16, F16, F32, FP8, Attention
 from pykernels.testing.emulated_cuda import EmulatedCuda
 from pykernels.testing.emulation_build import available
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
-SCHEDULES = ({}, {"schedule": "random", "seed": 2}, {"schedule": "random", "seed": 3, "async_copies": "lazy"})
-RAGGED, PAGED = "prefill_attention", "paged_prefill_attention"
 LONG = Attention(q_lens=(130, 0, 9), k_lens=(1000, 30, 420), heads=5, kv_heads=1, dtype=BF16)  # two rows are idle
 WIDE = replace(LONG, head_dim=128, head_dim_v=128, dtype=F16, heads=2)
-PROBLEMS: dict[str, tuple[str, Attention]] = {
+PROBLEMS: Problems = {
     "long": (RAGGED, LONG),
     "wide_pages_of_16": (PAGED, replace(WIDE, page_size=16)),
     # Spans that begin on a tile's second key or end on its last but one.
@@ -33,7 +30,7 @@ PROBLEMS: dict[str, tuple[str, Attention]] = {
     # Edges on both sides, in one buffer after another, with NaN that only some rows see.
     "nan_at_the_edges": (RAGGED, replace(LONG, q_lens=(70,), k_lens=(810,), heads=2, window=(760, 0), logits="nan")),
 }
-SLOW: dict[str, tuple[str, Attention]] = {
+SLOW: Problems = {
     "wide": (RAGGED, WIDE),
     "full": (RAGGED, replace(LONG, causal=False)),
     "wide_full": (RAGGED, replace(WIDE, causal=False)),
@@ -55,49 +52,18 @@ SLOW: dict[str, tuple[str, Attention]] = {
 }
 
 
-def problem(op: str, spec: Attention, name: str = "sm90") -> dict[str, Any]:
-    return Case(op, name, partial(prefill if op == RAGGED else paged_prefill, spec), False).args()
-
-
 def chosen(op: str, args: dict[str, Any], capability: int = 90) -> bool:
     return getattr(EmulatedCuda().native(), f"{op}_on_wgmma")(*native_arguments(OPS[op], args), capability)
 
 
-def table() -> list[Any]:
-    slow = [pytest.param(*p, id=name, marks=pytest.mark.slow) for name, p in SLOW.items()]
-    return [pytest.param(*p, id=name) for name, p in PROBLEMS.items()] + slow
-
-
-@pytest.mark.parametrize(("op", "spec"), table())
+@pytest.mark.parametrize(("op", "spec"), table(PROBLEMS, SLOW))
 def test_long_problems_agree_and_have_the_same_bits_under_every_schedule(op: str, spec: Attention) -> None:
-    first: dict[str, Any] | None = None
-    for settings in SCHEDULES:
-        args, backend = problem(op, spec), EmulatedCuda(profile=not settings, **settings)
-        assert chosen(op, args)
-        before = Snapshot(args)
-        backend.run(op, args)
-        assert backend.report.counters["wgmma"] > 0
-        if first is None:
-            first = args
-            assert not [v.reason for v in judge(op, before, args) if not v.ok]
-            assert backend.report.counters["matrix_bank_conflicts"] == 0
-            assert backend.report.counters["shared_bank_conflicts"] == 0
-        for name in ("out", "lse"):
-            assert same_bits(args[name], first[name]).all(), (settings, name)
+    assert chosen(op, problem(op, spec))
+    assert_agrees_under_every_schedule(op, spec, capability=90)
 
 
 def run(op: str, args: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The call with some arguments replaced, into fresh outputs."""
-    args = args | changes
-    rows, heads = args["q"].shape[:2]
-    args["out"] = torch.full((rows, heads, args["out"].shape[2]), torch.nan, dtype=args["out"].dtype)
-    args["lse"] = torch.full((heads, rows), torch.nan)
-    EmulatedCuda(races=False).run(op, args)
-    return args
-
-
-def lengths(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return emulated_prefill.run(op, args, 90, **changes)
 
 
 def alone(args: dict[str, Any], b: int, last: int | None = None) -> dict[str, Any]:

@@ -64,12 +64,14 @@ def executed(text: str, word: int) -> tuple[int, int]:
 
 
 def every_code(text: str, dtype: torch.dtype) -> torch.Tensor:
-    """What the instructions make of the codes 0 to 255, four at a time, as float64."""
-    found = [executed(text, int.from_bytes(bytes(range(n, n + 4)), "little")) for n in range(0, 256, 4)]
+    """What the instructions make of `CODES`, four at a time, as float64."""
+    codes = bytes(CODES.tolist())
+    found = [executed(text, int.from_bytes(codes[n : n + 4], "little")) for n in range(0, len(codes), 4)]
     return torch.cat([halves(word, dtype) for pair in found for word in pair])
 
 
-CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+# Every code in every byte of a word.
+CODES = torch.cat([torch.arange(256, dtype=torch.int32).roll(n) for n in range(4)]).to(torch.uint8)
 
 
 @pytest.mark.parametrize(("text", "dtype"), [(fp8.TO_FP16, F16), (fp8.TO_BF16, BF16)], ids=["float16", "bfloat16"])

@@ -38,7 +38,9 @@ class Attention:
     page_size: int = 16
     cache: torch.dtype | None = None  # None: the dtype of q
     scales: str = "token"  # "token": dynamic; "head", "tensor": static
-    pool: str = "dense"  # "halves" of one [pages, 2, ...] buffer; "heads_first" in memory; "mixed": v alone; "apart": rows on 16 bytes; "vast": past 2^31 elements
+    # "halves" of one [pages, 2, ...] buffer; "heads_first" in memory, "mixed": v alone; "apart": rows begin on 16 elements;
+    # "vast": past 2^31 elements
+    pool: str = "dense"
     split: int = 0
 
 

@@ -28,7 +28,8 @@ class Sampling:
     dtype: torch.dtype = F32
     use: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p")
     index_dtype: torch.dtype = torch.int64
-    # "coarse": many ties; "flat": at the top as well; "equal": all; "invalid": NaN, all -inf, +inf rows; "huge": of the order of 1e5
+    # "coarse": many ties; "flat": at the top as well; "equal": all; "invalid": NaN, all -inf, +inf rows;
+    # "huge": of the order of 1e5
     logits: str = "normal"
     logprobs: str = "raw"
     num_logprobs: int | None = 5  # None: no logprobs at all
