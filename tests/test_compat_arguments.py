@@ -1,7 +1,7 @@
 """Every argument of every adapter, read off the signatures: it has an effect, or it is refused by name. None is left out.
 
-Three may leave the bits alone, and then by their meaning: `deterministic` (of the backward pass), and bounds that already
-hold (`num_splits` in prefill, which is one part, and `pack_gqa=True`).
+Three may leave the bits alone, and then by their meaning: `deterministic` (of the backward pass), bounds that already hold
+(`num_splits` in prefill, which is one part), and `pack_gqa` (how upstream fills its tiles).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ FA3_MASK = MASK | {
     "sm_margin": ("refused", 1),
     "return_attn_probs": ("changes", True),
 }
-GROUPS: dict[str, Change] = {"pack_gqa": ("refused", False), "qv": ("refused", q(2, 5, HEADS, DIM))}
+GROUPS: dict[str, Change] = {"pack_gqa": ("same", False), "qv": ("refused", q(2, 5, HEADS, DIM))}
 DENSE = {"q": q(2, 5, HEADS, DIM), "k": q(2, 9, KV_HEADS, DIM, seed=2), "v": q(2, 9, KV_HEADS, DIM, seed=3)}
 ROWS = {"q": q(9, HEADS, DIM), "k": q(13, KV_HEADS, DIM, seed=2), "v": q(13, KV_HEADS, DIM, seed=3)}
 LENGTHS: dict[str, Any] = {

@@ -226,7 +226,6 @@ def test_what_fa3_refuses_says_which_argument() -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("qv is not supported", {"qv": q}),
         ("sm_margin is not supported", {"sm_margin": 2}),
-        ("pack_gqa=False is not supported", {"pack_gqa": False}),
         ("q_descale needs float8 tensors", {"q_descale": one}),
         ("k_descale needs float8 tensors", {"k_descale": one}),
         ("v_descale needs float8 tensors", {"v_descale": one}),
@@ -240,8 +239,14 @@ def test_what_fa3_refuses_says_which_argument() -> None:
         fa3.flash_attn_func(*(x.to(FP8) for x in (q, k, v)), k_descale=torch.ones(2))
     with pytest.raises(RuntimeError, match="num_heads_q must be given"):
         fa3.flash_attn_qkvpacked_func(torch.cat((q, k, v), 2))
-    with pytest.raises(NotImplementedError, match="plan for themselves"):
-        fa3.get_scheduler_metadata(2, 1, 9, 6, 2, 32, int32(9, 9))
+
+
+def test_the_metadata_that_fa3_hands_on_is_none_and_taken() -> None:
+    q, k, v = (normal(2, 4, h, DIM, seed=h) for h in (HEADS, KV_HEADS, KV_HEADS))
+    metadata = fa3.get_scheduler_metadata(2, 4, 4, HEADS, KV_HEADS, DIM, int32(4, 4), q.dtype, num_splits=2)
+    assert metadata is None
+    planned = fa3.flash_attn_with_kvcache(q, k, v, scheduler_metadata=metadata)
+    assert torch.equal(planned, fa3.flash_attn_with_kvcache(q, k, v))
 
 
 # ---- vLLM ------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 Where its contract differs from the ops', this follows upstream: errors are RuntimeError; a row that sees no key has lse
 -inf; float8 tensors have descales `[batch, num_kv_heads]` and give bfloat16; queries past `seqused_q` (which upstream
 leaves unwritten) give 0. `num_splits` bounds the parts of one query's keys, as upstream's dynamic splits do; prefill is
-never cut. Queries of a group always share a pass, so `pack_gqa=False` is refused; so are `qv`, `sm_margin`, `scheduler_metadata` (the kernels plan for themselves) and tensors that require grad. `deterministic` changes
-the backward pass alone.
+never cut. `pack_gqa` says how upstream's kernels lay queries out in tiles, which no result depends on, and which they decide
+for themselves for pages and splits: both values are taken. The kernels plan for themselves, so `get_scheduler_metadata` is
+None. Refused: `qv`, `sm_margin`, metadata made elsewhere, tensors that require grad. `deterministic` changes the backward
+pass alone.
 """
 
 from __future__ import annotations
@@ -61,11 +63,10 @@ __all__ = [
 _UNSEEN = -math.inf
 
 
-def refuse_hopper_options(qv: Any, sm_margin: int, scheduler_metadata: Any, pack_gqa: Any) -> None:
+def refuse_hopper_options(qv: Any, sm_margin: int, scheduler_metadata: Any = None) -> None:
     refuse_given("pass it as a part of q and v as a part of k, where the head dim allows", qv=qv)
     refuse_given("the kernels use the whole device", sm_margin=sm_margin)
     refuse_given("the kernels plan for themselves: leave it out", scheduler_metadata=scheduler_metadata)
-    require(pack_gqa is None or bool(pack_gqa), "pack_gqa=False is not supported: queries of a group share a pass")
 
 
 def split_of(num_splits: int, seqlen_k: int) -> int | None:
@@ -106,7 +107,7 @@ def flash_attn_func(
     Raises:
         RuntimeError: an argument that cannot be or is refused; NotImplementedError: no backend can.
     """
-    refuse_hopper_options(qv, sm_margin, None, pack_gqa)
+    refuse_hopper_options(qv, sm_margin)
     refuse_grad(q=q, k=k, v=v)
     require(q.dim() == 4, f"q must have shape (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
     batch, seqlen_q = q.shape[:2]
@@ -222,7 +223,7 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`.
     """
-    refuse_hopper_options(qv, sm_margin, None, pack_gqa)
+    refuse_hopper_options(qv, sm_margin)
     refuse_grad(q=q, k=k, v=v)
     require_shape("q", q, -1, -1, -1)
     batch = cu_seqlens_q.shape[0] - 1
@@ -301,7 +302,7 @@ def flash_attn_with_kvcache(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`; nothing is written then.
     """
-    refuse_hopper_options(qv, sm_margin, scheduler_metadata, pack_gqa)
+    refuse_hopper_options(qv, sm_margin, scheduler_metadata)
     refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     q, page_table, k, v = last_dense(q), dense_or_none(page_table), dense_or_none(k), dense_or_none(v)
     queries = _queries(q, cu_seqlens_q, max_seqlen_q)
@@ -382,8 +383,5 @@ def flash_attn_combine(
     return merged.to(out_dtype or out_partial.dtype), lse
 
 
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
-    """Refused: these kernels plan for themselves, from shapes and lengths, in every call."""
-    raise NotImplementedError(
-        "get_scheduler_metadata: the kernels plan for themselves; call without scheduler_metadata"
-    )
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+    """Nothing to hand on: these kernels plan for themselves, from shapes and lengths, in every call."""
