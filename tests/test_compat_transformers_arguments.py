@@ -19,6 +19,7 @@ from compat_models import NEW_MASKS, ROOT, keywords_of_calls, layer, mask_of, na
 from transformers import masking_utils as hf
 from transformers.generation.continuous_batching import continuous_api
 from transformers.integrations import flash_attention, sdpa_attention
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.utils import TransformersKwargs
 
@@ -89,6 +90,7 @@ ATTENTION: dict[str, Change] = {
     "write_index": ("changes", {"base": PAGED, "write_index": 0.5}),
 } | dict.fromkeys(NEUTRAL, ("same", torch.arange(9)))
 CONSUMED = {"input_ids"}  # of the arguments of a forward pass, by the model itself
+OF_THE_MODEL = {"logits", "labels", "vocab_size"}  # of a loss, whose other arguments go through the layers too
 CALLED_OTHERWISE = {"cumulative_seqlens_q": "cu_seq_lens_q", "cumulative_seqlens_k": "cu_seq_lens_k"}
 
 
@@ -101,12 +103,13 @@ def what_transformers_passes() -> set[str]:
     passed = keywords_of_calls("attention_interface", files)
     passed |= {CALLED_OTHERWISE.get(name, name) for name in paged.__annotations__} - CONSUMED
     passed |= {*TransformersKwargs.__annotations__, *FlashAttentionKwargs.__annotations__}
+    passed |= names_of(ForCausalLMLoss, ForMaskedLMLoss) - OF_THE_MODEL
     return passed | names_of(sdpa_attention.sdpa_attention_forward, flash_attention.flash_attention_forward)
 
 
 def test_every_argument_of_attention_has_an_entry() -> None:
     passed = what_transformers_passes()
-    assert {"scaling", "cu_seq_lens_q", "read_index", "output_hidden_states", "softcap"} <= passed
+    assert {"scaling", "cu_seq_lens_q", "read_index", "output_hidden_states", "softcap", "shift_labels"} <= passed
     assert passed | names_of(attention) <= {*ATTENTION}
 
 

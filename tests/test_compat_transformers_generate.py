@@ -72,6 +72,18 @@ def test_generate_returns_the_ids_of_eager(family: str, mode: str, padding: str)
     assert torch.equal(found["eager"], found["pykernels"])
 
 
+@pytest.mark.parametrize("mode", ["greedy", "beams", "no cache", "static cache"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_prompts_padded_on_the_right_return_the_ids_of_eager(family: str, mode: str) -> None:
+    """Of little use, as the last query is padding, but it sees the prompt, alone or with the tokens that follow it."""
+    ids, mask = prompts(False)
+    found = both(model_of(family), ids, attention_mask=mask, **GENERATE[mode])
+    assert torch.equal(found["eager"], found["pykernels"])
+    plain, assistant = both(model_of(family), ids[:1], attention_mask=mask[:1]), model_of(family, seed=5)
+    assisted = both(model_of(family), ids[:1], attention_mask=mask[:1], assistant_model=assistant)
+    assert torch.equal(plain["eager"], assisted["pykernels"])
+
+
 def test_a_second_turn_on_the_same_cache_returns_the_ids_of_eager() -> None:
     model = model_of("Gemma3")
     ids, mask = prompts(True)

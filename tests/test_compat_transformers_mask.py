@@ -29,6 +29,15 @@ MASK_BASE = {
     "attention_mask": None,
 }
 PADDING = torch.arange(12) >= torch.tensor([[0], [4]])
+PADDINGS = {
+    "none": None,
+    "left": PADDING,
+    "right": torch.arange(12) < torch.tensor([[12], [7]]),
+    "right in every row": torch.arange(12) < torch.tensor([[5], [3]]),
+    "both": (torch.arange(12) >= torch.tensor([[2], [0]])) & (torch.arange(12) < torch.tensor([[8], [11]])),
+    "a row of nothing else": torch.arange(12) < torch.tensor([[0], [9]]),
+    "holes": torch.arange(12) % 5 != torch.tensor([[1], [2]]),
+}
 MASK: dict[str, Change] = {
     "batch_size": ("changes", 3),
     "q_length": ("changes", {"q_length": 7, "q_offset": 5}),
@@ -85,13 +94,14 @@ def test_an_argument_of_the_mask_has_an_effect_or_none_by_its_meaning(argument: 
 
 
 @pytest.mark.parametrize("function", ["causal", "window", "everything", "holes"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize(
     "sizes", [(9, 12, 3, 0), (9, 15, 3, 0), (1, 12, 11, 0), (5, 8, 7, 4), (12, 12, 0, 0), (3, 12, 4, 0)]
 )
 def test_what_is_visible_is_what_transformers_own_mask_shows(
-    function: str, padded: bool, sizes: tuple[int, int, int, int]
+    function: str, padding: str, sizes: tuple[int, int, int, int]
 ) -> None:
+    """Of padding too: what follows the real tokens sees them, as in eager."""
     functions = {
         "causal": hf.causal_mask_function,
         "window": hf.sliding_window_causal_mask_function(3),
@@ -99,7 +109,7 @@ def test_what_is_visible_is_what_transformers_own_mask_shows(
         "holes": hf.and_masks(hf.causal_mask_function, lambda b, h, q, kv: kv % 3 != 1),
     }
     args = dict(zip(("q_length", "kv_length", "q_offset", "kv_offset"), sizes, strict=True))
-    args |= {"batch_size": 2, "mask_function": functions[function], "attention_mask": PADDING if padded else None}
+    args |= {"batch_size": 2, "mask_function": functions[function], "attention_mask": PADDINGS[padding]}
     theirs = dict(args) | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if not NEW_MASKS:
         theirs["cache_position"] = torch.arange(theirs.pop("q_length")) + theirs.pop("q_offset")

@@ -40,6 +40,8 @@ NEUTRAL = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "num_items_in_batch",
+        "shift_labels",
+        "ignore_index",
         "seq_idx",
         "logits_to_keep",
         "logits_indices",
@@ -270,17 +272,12 @@ def _over_runs(
         k, v, step = _rows(key, value)
         cu_q, cu_k = mask.starts(step)
         longest_q, longest_k = queries, k.shape[0]
-    out: Any = prefill_attention(
-        _flat(query),
-        k,
-        v,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_k,
-        **_window(mask.band),
-        **options,
-    )
+    q, rest = _flat(query), {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k, **options}
+    out: Any = prefill_attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **_window(mask.band), **rest)
+    if isinstance(mask, Runs):
+        for cu_q, cu_k, left in mask.late_parts(step):  # other queries see no key there, which gives 0
+            late: Any = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "window_size": (left, -1), "causal": False}
+            out += prefill_attention(q, k, v, **late, **rest)
     return out
 
 

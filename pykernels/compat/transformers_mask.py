@@ -117,21 +117,23 @@ def band_of(mask_function: Callable[..., Any]) -> Band | None:
     return band if isinstance(band, Band) and min(band.window) >= -1 and -1 not in band else None
 
 
-Memo = dict[int, Any]  # what the layers of one forward pass compute alike from a mask, by rows between two sequences
+Memo = dict[Any, Any]  # what the layers of one forward pass compute alike from a mask, by rows between two sequences
 
 
-def once(memo: Memo, step: int, make: Callable[[], Any]) -> Any:
+def once(memo: Memo, key: Any, make: Callable[[], Any]) -> Any:
     if torch.compiler.is_compiling():
         return make()  # the compiler merges what is the same; a graph cannot fill a dictionary outside of it
-    if step not in memo:
-        memo[step] = make()
-    return memo[step]
+    if key not in memo:
+        memo[key] = make()
+    return memo[key]
 
 
 class Runs(NamedTuple):
     """Row b: queries `[0, q_last)` over keys `[k_first, k_last)`, the last query aligned with the last key.
 
-    Later queries are padding and see nothing. int32 `[batch]` each; `padded` says that a padding mask was given.
+    Queries from `q_last` on are padding that comes after the keys: `late` tells by how many tokens, and is None where there
+    are no such queries, or where a compiler cannot know: then they see nothing. int32 `[batch]` each; `padded` says that a
+    padding mask was given.
     """
 
     q_last: torch.Tensor
@@ -142,6 +144,7 @@ class Runs(NamedTuple):
     kv_length: int
     padded: bool
     memo: Memo
+    late: torch.Tensor | None = None
 
     @property
     def ndim(self) -> int:
@@ -157,6 +160,31 @@ class Runs(NamedTuple):
         # Three sequences a row: the keys that nobody sees, the queries with their keys, the queries that are padding.
         starts_q = _cumulative(q0, q0 + self.q_last, q0 + self.q_length)
         return starts_q, _cumulative(k0 + self.k_first, k0 + self.k_last, k0 + self.k_last)
+
+    def late_parts(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """`cu_seqlens_q`, `cu_seqlens_k` and left window of calls that show the late queries the keys that they see.
+
+        All keys without a window. In one, query d of those sees `left - late - d` of the last keys; what rows have as many of
+        such queries is aligned alike.
+        """
+        return once(self.memo, ("late", step), lambda: self._late_parts(step))
+
+    def _late_parts(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        if self.late is None:
+            return []
+        number = torch.arange(self.q_last.shape[0], dtype=torch.int32, device=self.q_last.device)
+        q0, k0, left = number * self.q_length, number * step, self.band.left
+        count = self.q_length - self.q_last
+        if left is not None:
+            count = torch.minimum(count, (left - self.late).clamp(min=0))
+        reach = torch.full_like(count, -1) if left is None else left - self.late - count
+        parts = []
+        for window in reach[count > 0].unique().tolist():
+            last = torch.where((count > 0) & (reach == window), self.k_last, self.k_first)
+            first_q, first_k = q0 + self.q_last, k0 + self.k_first
+            starts_q = _cumulative(q0, first_q, first_q + count, q0 + self.q_length)
+            parts.append((starts_q, _cumulative(first_k, first_k, k0 + last, k0 + last), window))
+        return parts
 
 
 def _cumulative(*ends: torch.Tensor) -> torch.Tensor:
@@ -319,7 +347,7 @@ def _known_pattern(sizes: _Sizes, band: Band, padding: torch.Tensor | None) -> R
     if padding is None and sizes.queries == 1:
         return _one_query(sizes, band, last_key)
     first = torch.zeros_like(last_key)
-    q_last = sizes.per_row(sizes.queries)
+    q_last, late = sizes.per_row(sizes.queries), None
     if padding is not None:
         if sizes.queries == 1 and torch.compiler.is_compiling():
             return None
@@ -335,11 +363,15 @@ def _known_pattern(sizes: _Sizes, band: Band, padding: torch.Tensor | None) -> R
                 return None
         stop = first + count
         if causal or band.left is not None:
-            q_last = (stop + (sizes.kv_offset - sizes.q_offset)).clamp(0, sizes.queries).to(torch.int32)
+            aligned = (stop + (sizes.kv_offset - sizes.q_offset)).to(torch.int32)
+            q_last = aligned.clamp(0, sizes.queries)
+            if not torch.compiler.is_compiling() and bool((aligned < sizes.queries).any()):
+                late = q_last - aligned
         last_key = torch.minimum(last_key, stop)
     if sizes.queries == 1:
-        return _one_query(sizes, band, last_key)
-    return Runs(q_last, first, torch.maximum(last_key, first), band, sizes.queries, sizes.keys, padding is not None, {})
+        return None if late is not None and band.left is not None else _one_query(sizes, band, last_key)
+    last_key = torch.maximum(last_key, first)
+    return Runs(q_last, first, last_key, band, sizes.queries, sizes.keys, padding is not None, {}, late)
 
 
 def _one_query(sizes: _Sizes, band: Band, last_key: torch.Tensor) -> Pages:
