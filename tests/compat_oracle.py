@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from pykernels.testing.compare import largest, unit_in_last_place, within_budget
@@ -132,3 +134,17 @@ def check(
             rounding = unit_in_last_place(got.dtype, largest(a)) * (0.5 if name == "out" else 4) + extra
             verdict = within_budget(name, got, a, error, rounding)
             assert verdict.ok, verdict.reason
+
+
+def keys_read(monkeypatch: pytest.MonkeyPatch, adapter: ModuleType) -> list[tuple[int, int]]:
+    """Where keys and values lie that an adapter hands to the ops, call by call."""
+    seen: list[tuple[int, int]] = []
+    for name in ("prefill_attention", "paged_prefill_attention", "paged_decode_attention"):
+        real = getattr(adapter, name)
+
+        def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            seen.append((args[1].data_ptr(), args[2].data_ptr()))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(adapter, name, spy)
+    return seen

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from compat_oracle import BF16, F16, F32, OPTIONS, Sequence, check, cumulative, int32, normal, options_for
+from compat_oracle import (
+    BF16,
+    F16,
+    F32,
+    OPTIONS,
+    Sequence,
+    check,
+    cumulative,
+    int32,
+    keys_read,
+    normal,
+    options_for,
+)
 
 from pykernels.compat import flash_attn as fa
 
@@ -76,15 +88,7 @@ def test_keys_and_values_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     from pykernels.compat import layout
 
     q, k, v = dense(7, 11, batch=3)
-    seen = []
-    for name in ("prefill_attention", "paged_prefill_attention", "paged_decode_attention"):
-        real = getattr(layout, name)
-
-        def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
-            seen.append((args[1].data_ptr(), args[2].data_ptr()))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(layout, name, spy)
+    seen = keys_read(monkeypatch, layout)
     for seqlen_q in (1, 7):
         for keys, values in ((k, v), (torch.cat((k, k), 1)[:, 2:9], torch.cat((v, v), 1)[:, 2:9])):
             fa.flash_attn_func(q[:, :seqlen_q], keys, values)

@@ -103,9 +103,11 @@ def run(problem: Problem, options: dict[str, Any], local: bool = True) -> None:
     out, lse = fa2.flash_attn_with_kvcache(problem.q, *problem.caches, **call)
     assert out.shape == problem.q.shape
     assert lse.shape == (2, HEADS, problem.seqlen_q)
-    slack = 0.0 if not problem.rotary_dim else 4 * torch.finfo(problem.dtype).eps
-    for got, expected in zip(problem.caches, caches, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=slack)
+    eps = torch.finfo(problem.dtype).eps
+    slack, last_bit = (0.0, 0.0) if not problem.rotary_dim else (4 * eps, eps if problem.dtype != F32 else 0.0)
+    for got, expected in zip(problem.caches, caches, strict=True):  # turned in float32 and rounded once
+        atol = 4 * torch.finfo(F32).eps if problem.rotary_dim else 0.0
+        torch.testing.assert_close(got, expected, rtol=last_bit, atol=atol)
     check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, options, extra=20 * slack)
 
 
@@ -142,6 +144,18 @@ def test_a_window_as_wide_as_the_cache_is_none_for_rotary() -> None:
 @pytest.mark.parametrize("kind", ["rows", "leftpad", "paged"])
 def test_padded_head_dims_append_in_place(kind: str) -> None:
     run(Problem(kind, 4, 4, dim=59, dtype=F16, rotary_dim=16), {"causal": True})
+
+
+def test_padding_beyond_the_length_leaves_nothing_to_see() -> None:
+    problem = Problem("leftpad", 3, before=(23, 4))
+    for module, unseen in ((fa2, torch.inf), (fa3, -torch.inf)):
+        for seqlen_q in (1, 3):
+            out, lse, *_ = module.flash_attn_with_kvcache(
+                problem.q[:, :seqlen_q], *problem.caches, return_softmax_lse=True, **problem.args
+            )
+            assert torch.equal(out[1], torch.zeros_like(out[1]))
+            assert torch.equal(lse[1], torch.full_like(lse[1], unseen))
+            assert out[0].abs().min() > 0
 
 
 def test_lengths_as_int_or_absent() -> None:
@@ -241,18 +255,21 @@ def test_fa3_pages_with_batch_idx_and_leftpad() -> None:
         check(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), sequences, {"causal": True}, unseen=-torch.inf)
 
 
+@pytest.mark.parametrize("rotary_dim", [0, 16])
+@pytest.mark.parametrize("options", [{"window_size": (8, 1)}, {"causal": True}, {}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fa3_ragged_queries_and_ragged_new_keys(kind: str) -> None:
+def test_fa3_ragged_queries_and_ragged_new_keys(kind: str, options: dict[str, Any], rotary_dim: int) -> None:
     """Of 5 queries and 4 new keys of each sequence only some exist, another number in each."""
-    problem = Problem(kind, 5, 4)
+    problem = Problem(kind, 5, 4, rotary_dim=rotary_dim)
     sequences, caches = [], [x.clone() for x in problem.caches]
     queries, new = (5, 2), (1, 4)
-    for b in range(2):
+    for b, before in enumerate(problem.before):
         for i in range(new[b]):
-            for cache, x in zip(caches, (problem.k_new, problem.v_new), strict=True):
-                cache[problem.place(b, problem.before[b] + i)] = x[b, i]
-        places = [problem.place(b, t) for t in range(problem.pad[b], problem.before[b] + new[b])]
-        sequences.append((problem.q[b, : queries[b]], *(tokens(x, places) for x in caches)))
+            at = problem.place(b, before + i)
+            caches[0][at], caches[1][at] = problem.turn(problem.k_new[b, i], before + i), problem.v_new[b, i]
+        places = [problem.place(b, t) for t in range(problem.pad[b], before + new[b])]
+        q = [problem.turn(problem.q[b, i], before + (i if options else 0)) for i in range(queries[b])]
+        sequences.append((torch.stack(q), *(tokens(x, places) for x in caches)))
     args = {n: x for n, x in problem.args.items() if n not in ("k", "v")}
     if kind == "paged":
         args["page_table"] = args.pop("block_table")
@@ -264,9 +281,11 @@ def test_fa3_ragged_queries_and_ragged_new_keys(kind: str) -> None:
         cu_seqlens_q=int32(0, 5, 7),
         cu_seqlens_k_new=int32(0, 1, 5),
         max_seqlen_q=5,
-        window_size=(8, 1),
         return_softmax_lse=True,
         **args,
+        **options,
     )
-    assert all(torch.equal(a, b) for a, b in zip(problem.caches, caches, strict=True))
-    check(out, lse, sequences, {"window_size": (8, 1)}, unseen=-torch.inf)
+    slack = 4 * torch.finfo(F32).eps if rotary_dim else 0.0
+    for got, expected in zip(problem.caches, caches, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=slack)
+    check(out, lse, sequences, options, unseen=-torch.inf, extra=20 * slack)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compat_oracle import BF16, F16, F32, normal
+from compat_oracle import BF16, F16, F32, keys_read, normal
 
 from pykernels.compat import sdpa
 from pykernels.compat.band import Band, band_of
@@ -203,15 +203,7 @@ def test_shapes_that_broadcast() -> None:
 
 def test_memory_of_any_layout_and_keys_that_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make(6, 9)
-    seen = []
-    for name in ("prefill_attention", "paged_prefill_attention", "paged_decode_attention"):
-        real = getattr(sdpa, name)
-
-        def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
-            seen.append((args[1].data_ptr(), args[2].data_ptr()))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(sdpa, name, spy)
+    seen = keys_read(monkeypatch, sdpa)
     for seqlen_q in (1, 6):
         for view in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
             own = (view(q[:, :, :seqlen_q]), view(k), view(v))

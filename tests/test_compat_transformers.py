@@ -143,17 +143,24 @@ def test_our_mlp_calls_projections_that_were_replaced_later() -> None:
     assert not torch.allclose(hooked, plain, atol=1e-3)
 
 
+def compiled_of(family: str, modules: str = "theirs", backend: str = "inductor") -> tuple[Any, Any]:
+    """A model with our attention, and the same compiled as one graph."""
+    model = model_of(family)
+    model.set_attn_implementation("pykernels")
+    if modules == "ours":
+        use_ops(model)
+    torch._dynamo.reset()
+    return model, torch.compile(model, fullgraph=True, backend=backend)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_compiled_forward_has_one_graph_and_the_same_logits(rows: int, padded: bool) -> None:
-    model = model_of("Llama")
-    model.set_attn_implementation("pykernels")
     ids, mask = prompts(True, (14, 20, 17)[:rows])
-    torch._dynamo.reset()
+    given = mask if padded else None
     with torch.no_grad():
-        plain = model(ids, attention_mask=mask if padded else None).logits
-        compiled = torch.compile(model, fullgraph=True)(ids, attention_mask=mask if padded else None).logits
+        plain, compiled = (run(ids, attention_mask=given).logits for run in compiled_of("Llama"))
     keep = mask.bool() if padded else torch.ones_like(mask).bool()
     torch.testing.assert_close(compiled[keep], plain[keep], rtol=1e-5, atol=1e-4)
 
@@ -161,15 +168,9 @@ def test_a_compiled_forward_has_one_graph_and_the_same_logits(rows: int, padded:
 @pytest.mark.parametrize("modules", ["theirs", "ours"])
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 def test_a_traced_forward_has_no_graph_break(family: str, modules: str) -> None:
-    model = model_of(family)
-    model.set_attn_implementation("pykernels")
-    if modules == "ours":
-        use_ops(model)
     ids, mask = prompts(True)
-    torch._dynamo.reset()
     with torch.no_grad():
-        plain = model(ids, attention_mask=mask).logits
-        traced = torch.compile(model, fullgraph=True, backend="eager")(ids, attention_mask=mask).logits
+        plain, traced = (run(ids, attention_mask=mask).logits for run in compiled_of(family, modules, "eager"))
     torch.testing.assert_close(traced[mask.bool()], plain[mask.bool()], rtol=1e-5, atol=1e-4)
 
 
@@ -188,13 +189,8 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_compiled_steps_over_a_cache_have_no_graph_break(family: str, modules: str, cache: str, backend: str) -> None:
-    model = model_of(family)
-    model.set_attn_implementation("pykernels")
-    if modules == "ours":
-        use_ops(model)
+    model, compiled = compiled_of(family, modules, backend)
     ids, _ = prompts(True)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
     found: list[list[torch.Tensor]] = [[], []]
     with torch.no_grad():
         for run, into in zip((model, compiled), found, strict=True):

@@ -115,18 +115,9 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of the slices of qkv `[batch, seqlen, 3, num_heads, head_dim]`; nothing is copied."""
     require_shape("qkv", qkv, -1, -1, 3, -1, -1)
-    options: Any = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, *options)
+    return flash_attn_func(q, k, v, *rest)
 
 
 def flash_attn_kvpacked_func(
@@ -143,18 +134,9 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q and the slices of kv `[batch, seqlen_k, 2, num_kv_heads, head_dim]`; nothing is copied."""
     require_shape("kv", kv, -1, -1, 2, -1, -1)
-    options: Any = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(2)
-    return flash_attn_func(q, k, v, *options)
+    return flash_attn_func(q, k, v, *rest)
 
 
 @raises_runtime_error
@@ -220,18 +202,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of the slices of qkv `[total, 3, num_heads, head_dim]`; nothing is copied."""
     require_shape("qkv", qkv, -1, 3, -1, -1)
-    options: Any = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -252,18 +225,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of q and the slices of kv `[total_k, 2, num_kv_heads, head_dim]`; nothing is copied."""
     require_shape("kv", kv, -1, 2, -1, -1)
-    options: Any = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
 
 
 @raises_runtime_error
