@@ -145,6 +145,7 @@ def test_what_is_refused_says_which_argument() -> None:
         ("v must have shape", lambda: fa.flash_attn_func(q, k, v[:, :3])),
         ("q must have shape", lambda: fa.flash_attn_func(q[0], k, v)),
         ("window_size must be a pair", lambda: fa.flash_attn_func(q, k, v, window_size=(1, 2, 3))),
+        ("window_size must be a pair", lambda: fa.flash_attn_func(q, k, v, window_size=3)),
         ("alibi_slopes must", lambda: fa.flash_attn_func(q, k, v, alibi_slopes=torch.ones(5))),
         ("num_heads", lambda: fa.flash_attn_func(q[:, :, :5], k, v)),
         ("v must have the dtype", lambda: fa.flash_attn_func(q, k, v.half())),
@@ -156,6 +157,13 @@ def test_what_is_refused_says_which_argument() -> None:
     ]
     for text, call in cases:
         with pytest.raises(RuntimeError, match=re.escape(text)):
+            call()
+    for name, call in (
+        ("k", lambda: fa.flash_attn_func(q, k.numpy(), v)),
+        ("v", lambda: fa.flash_attn_varlen_func(q[0], k[0], None, int32(0, 4), int32(0, 4), 4, 4)),
+        ("kv", lambda: fa.flash_attn_kvpacked_func(q, [k, v])),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor"):
             call()
     with torch.no_grad():
         fa.flash_attn_func(q.clone().requires_grad_(), k, v)

@@ -216,6 +216,35 @@ def test_nothing_is_written_when_a_call_is_refused() -> None:
         fa2.flash_attn_with_kvcache(fits.q.clone().requires_grad_(), *fits.caches, **fits.args)
 
 
+NAN = float("nan")
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "head dim": ({"q": normal(2, 3, HEADS, 24, seed=1)}, "k_cache must have the head_dim of q, 24, got 32"),
+    "heads": ({"q": normal(2, 3, 5, 32, seed=1)}, "k_cache has 2 heads, which must divide those of q (5)"),
+    "dtype of q": ({"q": normal(2, 3, HEADS, 32, seed=1, dtype=F16)}, "k_cache must have the dtype of q"),
+    "dtype of values": ({"v_cache": normal(2, SEQLEN, KV_HEADS, 32, seed=3, dtype=F16)}, "v_cache must have the dtype"),
+    "shape of values": ({"v_cache": normal(2, SEQLEN + 1, KV_HEADS, 32, seed=3)}, "v_cache must have shape"),
+    "rows": ({"k_cache": normal(3, SEQLEN, KV_HEADS, 32, seed=2)}, "v_cache must have shape"),
+    "scale": ({"softmax_scale": NAN}, "softmax_scale must be a number"),
+    "softcap": ({"softcap": NAN}, "softcap must be a number"),
+    "window": ({"window_size": 3}, "window_size must be a pair"),
+    "no tensor": ({"q": [[1.0]]}, "q must be a tensor, got list"),
+    "no cache": ({"k_cache": None}, "k_cache must be a tensor, got NoneType"),
+    "no new keys": ({"k": 1.0}, "k must be a tensor, got float"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+def test_nothing_is_written_when_the_attention_would_be_refused(module: Any, name: str) -> None:
+    problem = Problem("rows", 3, 3)
+    change, text = REFUSED[name]
+    given = {"q": problem.q, "k_cache": problem.caches[0], "v_cache": problem.caches[1], **problem.args, **change}
+    before = [x.clone() for x in problem.caches]
+    with pytest.raises(TypeError if "a tensor" in text else RuntimeError, match=re.escape(text)):
+        module.flash_attn_with_kvcache(**given)
+    assert all(torch.equal(a, b) for a, b in zip(problem.caches, before, strict=True))
+
+
 # ---- FA3 -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
 def test_fa3_dense_queries(kind: str) -> None:
@@ -289,3 +318,12 @@ def test_fa3_ragged_queries_and_ragged_new_keys(kind: str, options: dict[str, An
     for got, expected in zip(problem.caches, caches, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=slack)
     check(out, lse, sequences, options, unseen=-torch.inf, extra=20 * slack)
+
+
+def test_fa3_starts_of_new_keys_that_cannot_be_are_refused() -> None:
+    problem = Problem("rows", 2, 3)
+    k, v = problem.k_new.flatten(0, 1), problem.v_new.flatten(0, 1)
+    for starts, text in ((int32(0, 3, 6).long(), "must have dtype int32"), (int32(0, 6), "must have shape (3)")):
+        given = {**problem.args, "k": k, "v": v, "cu_seqlens_k_new": starts}
+        with pytest.raises(RuntimeError, match=re.escape(f"cu_seqlens_k_new {text}")):
+            fa3.flash_attn_with_kvcache(problem.q, *problem.caches, **given)

@@ -142,8 +142,9 @@ def require_attention(q: torch.Tensor, cache: Cache, batch: int, mask: dict[str,
     require(
         kv_heads > 0 and heads % kv_heads == 0, f"k_cache has {kv_heads} heads, which must divide those of q ({heads})"
     )
-    require(cache.k.shape[3] == q.shape[-1], f"k_cache must have the head_dim of q, {q.shape[-1]}")
-    require(max(cache.k.shape[3], cache.v.shape[3]) <= 256, "head dims must be at most 256")
+    dim = cache.k.shape[3]
+    require(dim == q.shape[-1], f"k_cache must have the head_dim of q, {q.shape[-1]}, got {dim}")
+    require(max(dim, cache.v.shape[3]) <= 256, "head dims must be at most 256")
     require(cache.k.dtype in (q.dtype, *KV_CODES), f"k_cache must have the dtype of q, {q.dtype}, got {cache.k.dtype}")
     require(cache.v.dtype == cache.k.dtype, f"v_cache must have the dtype of k_cache, got {cache.v.dtype}")
     if slopes is not None:

@@ -38,9 +38,9 @@ from .layout import (
     ragged_queries,
     raises_runtime_error,
     refuse_given,
-    refuse_grad,
     require,
     require_shape,
+    require_tensors,
     with_unseen,
 )
 
@@ -92,7 +92,7 @@ def flash_attn_func(
         RuntimeError: an argument that cannot be or is refused; NotImplementedError: no backend can.
     """
     refuse_given(_NO_DROPOUT, dropout_p=dropout_p)
-    refuse_grad(q=q, k=k, v=v)
+    require_tensors(q=q, k=k, v=v)
     require(q.dim() == 4, f"q must have shape (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
     require_shape("k", k, q.shape[0], -1, -1, q.shape[3])
     require_shape("v", v, *k.shape[:3], -1)
@@ -173,7 +173,7 @@ def flash_attn_varlen_func(
         RuntimeError, NotImplementedError: as `flash_attn_func`.
     """
     refuse_given(_NO_DROPOUT, dropout_p=dropout_p)
-    refuse_grad(q=q, k=k, v=v)
+    require_tensors(q=q, k=k, v=v)
     require_shape("q", q, -1, -1, -1)
     mask = mask_options(q, causal, softmax_scale, window_size, softcap, alibi_slopes)
     q, k, v = (last_dense(x) for x in (q, k, v))
@@ -272,15 +272,12 @@ def flash_attn_with_kvcache(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`; nothing is written then.
     """
-    refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    require_tensors(("k", "v"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     require(q.dim() == 4, f"q must have shape (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
     batch, seqlen_q = q.shape[:2]
     q, block_table = last_dense(q), dense_or_none(block_table)
     k, v = dense_or_none(k), dense_or_none(v)
     cache = open_cache(k_cache, v_cache, batch, block_table, cache_batch_idx, "block_table")
-    require(
-        k_cache.shape[3] == q.shape[3], f"k_cache must have the head_dim of q, {q.shape[3]}, got {k_cache.shape[3]}"
-    )
     require(block_table is None or cache_leftpad is None, "cache_leftpad is not supported with a paged cache")
     require(
         num_splits <= 1 or seqlen_q == 1, "num_splits > 1 needs one query per sequence: prefill does not split keys"

@@ -43,9 +43,9 @@ from .layout import (
     ragged_queries,
     raises_runtime_error,
     refuse_given,
-    refuse_grad,
     require,
     require_shape,
+    require_tensors,
     token_pages,
     used_segments,
 )
@@ -108,7 +108,7 @@ def flash_attn_func(
         RuntimeError: an argument that cannot be or is refused; NotImplementedError: no backend can.
     """
     refuse_hopper_options(qv, sm_margin)
-    refuse_grad(q=q, k=k, v=v)
+    require_tensors(q=q, k=k, v=v)
     require(q.dim() == 4, f"q must have shape (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
     batch, seqlen_q = q.shape[:2]
     require_shape("k", k, batch, -1, -1, q.shape[3])
@@ -224,7 +224,7 @@ def flash_attn_varlen_func(
         RuntimeError, NotImplementedError: as `flash_attn_func`.
     """
     refuse_hopper_options(qv, sm_margin)
-    refuse_grad(q=q, k=k, v=v)
+    require_tensors(q=q, k=k, v=v)
     require_shape("q", q, -1, -1, -1)
     batch = cu_seqlens_q.shape[0] - 1
     mask = mask_options(q, causal, softmax_scale, window_size, softcap)
@@ -303,7 +303,7 @@ def flash_attn_with_kvcache(
         RuntimeError, NotImplementedError: as `flash_attn_func`; nothing is written then.
     """
     refuse_hopper_options(qv, sm_margin, scheduler_metadata)
-    refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    require_tensors(("k", "v"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     q, page_table, k, v = last_dense(q), dense_or_none(page_table), dense_or_none(k), dense_or_none(v)
     queries = _queries(q, cu_seqlens_q, max_seqlen_q)
     if page_table is not None and cache_batch_idx is not None:
@@ -365,7 +365,7 @@ def flash_attn_combine(
     Raises:
         RuntimeError: shape or dtype.
     """
-    refuse_grad(out_partial=out_partial, lse_partial=lse_partial)
+    require_tensors(out_partial=out_partial, lse_partial=lse_partial)
     require(out_partial.dim() in (4, 5), f"out_partial must have 4 or 5 dimensions, got {tuple(out_partial.shape)}")
     require_shape("lse_partial", lse_partial, *out_partial.shape[:-1])
     require(out_partial.shape[0] > 0, "out_partial must have at least one split")

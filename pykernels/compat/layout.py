@@ -40,15 +40,21 @@ def require(holds: bool, text: str) -> None:
 
 def require_shape(name: str, x: torch.Tensor | None, *shape: int) -> None:
     """Refuses another shape; -1 stands for any size."""
+    if x is not None and not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x is not None and not (len(shape) == x.dim() and all(n in (-1, m) for n, m in zip(shape, x.shape, strict=True))):
         wanted = ", ".join("any" if n < 0 else str(n) for n in shape)
         raise RuntimeError(f"{name} must have shape ({wanted}), got {tuple(x.shape)}")
 
 
-def refuse_grad(**tensors: torch.Tensor | None) -> None:
-    """Before anything is written: these kernels have no backward."""
+def require_tensors(optional: tuple[str, ...] = (), /, **tensors: torch.Tensor | None) -> None:
+    """Before anything is written: refuses what is no tensor, and what requires grad, as there is no backward here."""
     for name, x in tensors.items():
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
+        if x is None and name in optional:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} requires grad, and only the forward pass is here: call it under torch.no_grad()"
             )
@@ -65,7 +71,7 @@ def window_pair(window_size: Any) -> tuple[int, int]:
     """A tuple, list or tensor of two, any negative number unbounded, as (left, right) with -1."""
     if window_size is None:
         return -1, -1
-    if len(window_size) != 2:
+    if not hasattr(window_size, "__len__") or len(window_size) != 2:
         raise RuntimeError(f"window_size must be a pair (left, right), got {window_size!r}")
     left, right = (-1 if w is None else max(int(w), -1) for w in window_size)
     return left, right

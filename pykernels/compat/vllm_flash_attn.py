@@ -27,9 +27,9 @@ from .layout import (
     mask_options,
     raises_runtime_error,
     refuse_given,
-    refuse_grad,
     require,
     require_shape,
+    require_tensors,
     token_pages,
     with_unseen,
 )
@@ -114,7 +114,7 @@ def flash_attn_varlen_func(
     refuse_given("the kernels plan for themselves: leave it out", scheduler_metadata=scheduler_metadata)
     parallel = {"cp_world_size": cp_world_size - 1, "cp_rank": cp_rank, "cp_tot_seqused_k": cp_tot_seqused_k}
     refuse_given("merge the parts with merge_attention_states", **parallel)
-    refuse_grad(q=q, k=k, v=v)
+    require_tensors(q=q, k=k, v=v)
     require_shape("q", q, -1, -1, -1)
     batch = cu_seqlens_q.shape[0] - 1
     mask = mask_options(q, causal, softmax_scale, window_size, softcap, alibi_slopes, s_aux)
