@@ -135,6 +135,18 @@ def test_ragged(name: str, paged: bool) -> None:
     check(out, lse, sequences, options)
 
 
+def test_a_block_table_of_any_strides() -> None:
+    q, pools = normal(9, HEADS, 32, seed=1), [normal(8, 4, KV_HEADS, 32, seed=s) for s in (2, 3)]
+    table = torch.tensor([[5, 0, 3], [2, 7, 1]], dtype=torch.int32)
+    lengths = (int32(0, 4, 9), int32(0, 7, 18), 5, 11)
+    expected = fa.flash_attn_varlen_func(q, *pools, *lengths, block_table=table)
+    for strided in (table.t().contiguous().t(), torch.stack((table, table - 9), 2)[..., 0]):
+        assert torch.equal(fa.flash_attn_varlen_func(q, *pools, *lengths, block_table=strided), expected)
+        given = (q[:2].unsqueeze(1), *pools)
+        plain = fa.flash_attn_with_kvcache(*given, cache_seqlens=9, block_table=table)
+        assert torch.equal(fa.flash_attn_with_kvcache(*given, cache_seqlens=9, block_table=strided), plain)
+
+
 def test_what_is_refused_says_which_argument() -> None:
     q, k, v = dense(4, 4)
     cases: list[tuple[str, Any]] = [

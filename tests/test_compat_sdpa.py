@@ -221,6 +221,9 @@ def test_a_reason_for_everything_else_and_torchs_result() -> None:
     cases: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ("attn_mask is no band", (q, k, v, (i + j) % 2 == 0), {}),
         ("attn_mask adds other values", (q, k, v, torch.randn(6, 9)), {}),
+        ("attn_mask adds other values", (q, k, v, torch.randn(6, 9)), {"scale": -0.7}),
+        ("attn_mask adds other values", (q, k[:, :2], v[:, :2], torch.randn(6, 9)), {"enable_gqa": True}),
+        ("dropout_p is above 0", (q, k, v), {"dropout_p": 0.5, "is_causal": True}),
         ("attn_mask hides a whole row with a finite value", (q, k, v, least), {}),
         ("attn_mask adds other values", (q.half(), k.half(), v.half(), half), {}),
         ("attn_mask differs between heads", (q, k, v, differs), {}),
@@ -234,11 +237,23 @@ def test_a_reason_for_everything_else_and_torchs_result() -> None:
     ]
     for reason, args, options in cases:
         assert reason in (sdpa.fallback_reason(*args, **options) or ""), reason
-        expected = F.scaled_dot_product_attention(*args, **options)
-        torch.testing.assert_close(sdpa.scaled_dot_product_attention(*args, **options), expected, equal_nan=True)
-    assert "dropout_p" in (sdpa.fallback_reason(q, k, v, dropout_p=0.5) or "")
-    dropped = sdpa.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-    assert not torch.allclose(dropped, exact(q, k, v).float())
+        results = []
+        for function in (F.scaled_dot_product_attention, sdpa.scaled_dot_product_attention):
+            torch.manual_seed(5)
+            results.append(function(*args, **options))
+        torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_no_backend_can_goes_to_torch_with_the_backends_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_can(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("prefill_attention: cpu cannot do this here")
+
+    q, k, v = make(6, 9)
+    assert sdpa.fallback_reason(q, k, v) is None
+    monkeypatch.setattr(sdpa, "prefill_attention", none_can)
+    monkeypatch.setattr(sdpa, "paged_prefill_attention", none_can)
+    assert sdpa.fallback_reason(q, k, v) == "prefill_attention: cpu cannot do this here"
+    assert torch.equal(sdpa.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
 
 def test_what_torch_refuses_is_refused() -> None:
