@@ -228,6 +228,8 @@ def test_a_reason_for_everything_else_and_torchs_result() -> None:
         ("attn_mask adds other values", (q.half(), k.half(), v.half(), half), {}),
         ("attn_mask differs between heads", (q, k, v, differs), {}),
         ("requires grad", (q.clone().requires_grad_(), k, v), {}),
+        ("requires grad", (q, k, v.clone().requires_grad_()), {}),
+        ("requires grad", (q, k, v, torch.zeros(6, 9).requires_grad_()), {}),
         ("dtypes", (q.double(), k.double(), v.double()), {}),
         ("head dim", (q[..., :12], k[..., :12], v[..., :12]), {}),
         ("last dimension", (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), {}),
