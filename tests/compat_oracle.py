@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "right only": {"window_size": (-1, 1)},
     "softcap": {"softcap": 1.5},
     "scale": {"softmax_scale": 0.31},
+    "no scale at all": {"softmax_scale": 0.0, "window_size": (6, 1)},
     "negative scale": {"softmax_scale": -0.2, "causal": True},
     "alibi": {"alibi_slopes": "heads"},
     "alibi by sequence": {"alibi_slopes": "batch", "causal": True},

@@ -22,6 +22,8 @@ from compat_oracle import (
 )
 
 from pykernels.compat import flash_attn as fa
+from pykernels.compat import flash_attn_interface as fa3
+from pykernels.compat import vllm_flash_attn as vllm
 
 HEADS, KV_HEADS = 6, 2
 
@@ -71,6 +73,16 @@ def test_a_window_may_be_a_list_or_a_tensor_and_any_negative_number_is_unbounded
     assert torch.equal(fa.flash_attn_func(q, k, v, window_size=[3, 1]), expected)
     assert torch.equal(fa.flash_attn_func(q, k, v, window_size=torch.tensor([3, 1])), expected)
     assert torch.equal(fa.flash_attn_func(q, k, v, window_size=(-7, -3)), fa.flash_attn_func(q, k, v))
+
+
+def test_a_soft_cap_below_zero_is_off() -> None:
+    q, k, v = dense(9, 12)
+    plain, cu_q, cu_k = fa.flash_attn_func(q, k, v), int32(0, 9, 18), int32(0, 12, 24)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    for module in (fa, fa3):
+        assert torch.equal(module.flash_attn_func(q, k, v, softcap=-1.5), plain)
+        assert torch.equal(module.flash_attn_with_kvcache(q, k, v, softcap=-1.5), plain)
+    assert torch.equal(vllm.flash_attn_varlen_func(*rows, 9, cu_q, 12, cu_k, softcap=-1.5), plain.flatten(0, 1))
 
 
 def test_strides_of_any_kind() -> None:
