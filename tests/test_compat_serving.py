@@ -106,7 +106,9 @@ def test_fa3_ragged_and_the_part_that_is_used(name: str, used: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100])
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (5, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window_size": (5, 2)}, {"softmax_scale": 0.4, "softcap": 2.0}], ids=str
+)
 def test_fa3_chunks(chunk: int, mask: dict[str, Any]) -> None:
     """A query sees its own chunk of keys alone, in every form; before the first key it sees nothing."""
     options = {"attention_chunk": chunk, **mask}
@@ -146,11 +148,14 @@ def real(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("form", ["dense", "ragged", "cache", "pages", "vllm"])
-def test_float8_descales(form: str, shared: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "chunk"),
+    [(form, chunk) for form in ("dense", "ragged", "cache", "pages") for chunk in (0, 4)] + [("vllm", 0)],
+)
+def test_float8_descales(form: str, chunk: int, shared: bool) -> None:
     """Each of the three factors, other in every kv head, and in every sequence where they are not shared."""
     q, k, v = (x.to(FP8) for x in ragged())
-    scales, options = descales(5, shared), {"causal": True}
+    scales, options = descales(5, shared), {"causal": True, **({"attention_chunk": chunk} if chunk else {})}
     sequences = [
         (real(a, scales["q_descale"][i]), real(b, scales["k_descale"][i]), real(c, scales["v_descale"][i]))
         for i, (a, b, c) in enumerate(split(q, k, v))
