@@ -1,8 +1,8 @@
 """A against B: two revisions timed in turn on this machine, or two files of the suite.
 
-Each repetition builds the inputs of both sides afresh and takes samples in the order A B B A, each normalised by a control
-workload timed beside it; every three repetitions the processes are started anew, since the addresses that a process gets
-are worth several per cent. A benchmark that is missing on one side, whose output hash changed, or an empty run is a
+Each repetition builds the inputs of both sides afresh and visits them `TURNS` times in the order A B B A, each visit
+normalised by a control workload timed beside it; every three repetitions the processes are started anew, since the addresses
+that a process gets are worth several per cent. A benchmark that is missing on one side, whose output hash changed, or an empty run is a
 failure. Nothing here ever writes a baseline.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,12 +20,13 @@ from typing import Any
 
 from pykernels.roofline.ceilings import MARGIN as ROOF_MARGIN
 
-from .verdict import AMBIGUOUS, MIN_REPETITIONS, SAME, SLOWER, Verdict, of_pairs, of_samples
+from .verdict import MIN_REPETITIONS, SAME, SLOWER, Verdict, look, of_samples
 
 MARGIN = 0.03
 FILE_MARGIN = 0.10  # two files were not measured in turn
 MARGINS: dict[str, float] = {}  # per benchmark, where the general one is not right; each with its reason
-SAMPLES = 5  # of each visit to a side; the fastest counts, since what interrupts a sample only makes it longer
+SAMPLES = 3  # of each visit to a side; the fastest counts, since what interrupts a sample only makes it longer
+TURNS = 5  # of a repetition; their median counts, since one interrupted control makes any other estimate wild
 RESTART = 3
 MISSING, CHANGED, ABOVE_ROOF = "MISSING", "CHANGED OUTPUT", "ABOVE ROOF"
 MORE, FEWER = "MORE INSTRUCTIONS", "FEWER INSTRUCTIONS"
@@ -99,11 +101,14 @@ def normalised(answer: Mapping[str, Sequence[float]]) -> float:
 
 
 def repetition(a: Side, b: Side) -> float:
-    """log(B / A) of one repetition: both sides were visited twice, in the order A B B A."""
-    visits = [side.ask("sample", count=SAMPLES) for side in (a, b, b, a)]
-    first, second = (normalised(v) for v in (visits[0], visits[3]))
-    others = [normalised(v) for v in visits[1:3]]
-    return math.log(min(others) / min(first, second))
+    """log(B / A) of one repetition: the median of its turns, each of which cancels a steady drift."""
+    return statistics.median(turn(a, b) for _ in range(TURNS))
+
+
+def turn(a: Side, b: Side) -> float:
+    """log(B / A) of visits in the order A B B A: the mean of two pairs of neighbours."""
+    before, first, second, after = (math.log(normalised(s.ask("sample", count=SAMPLES))) for s in (a, b, b, a))
+    return (first - before + second - after) / 2
 
 
 def compare_trees(
@@ -113,12 +118,12 @@ def compare_trees(
     *,
     threads: int = 1,
     repetitions: int = MIN_REPETITIONS,
-    most: int = 27,
     margin: float = MARGIN,
     changed: Collection[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Line]:
-    """Times two built trees in turn. Benchmarks that are AMBIGUOUS after `repetitions` go on until they are not, or `most`.
+    """Times two built trees in turn. Benchmarks that are AMBIGUOUS after `repetitions` (rounded up to whole rounds) are judged
+    again after twice, four and eight times as many.
 
     The outputs of both are compared with the reference, and with each other but for the ops in `changed`.
 
@@ -126,8 +131,9 @@ def compare_trees(
     """
     if not benchmarks:
         raise GateError("there is no benchmark to compare: an empty run is a failure")
-    if not MIN_REPETITIONS <= repetitions <= most:
-        raise GateError(f"a verdict needs at least {MIN_REPETITIONS} repetitions, got {repetitions} to {most}")
+    if repetitions < MIN_REPETITIONS:
+        raise GateError(f"a verdict needs at least {MIN_REPETITIONS} repetitions, got {repetitions}")
+    least = -(-repetitions // RESTART) * RESTART
     ratios: dict[Benchmark, list[float]] = {each: [] for each in benchmarks}
     done: dict[Benchmark, Line] = {}
     rounds = 0
@@ -143,12 +149,9 @@ def compare_trees(
                 side.close()
         rounds += 1
         for each in pending:
-            count = len(ratios[each])
-            if each in done or count < repetitions:
-                continue
-            verdict = of_pairs(ratios[each], MARGINS.get(name_of(each), margin))
-            if verdict.kind != AMBIGUOUS or count >= most:
-                done[each] = line_of(name_of(each), verdict, MARGINS.get(name_of(each), margin), f"{count} repetitions")
+            limit = MARGINS.get(name_of(each), margin)
+            if each not in done and (verdict := look(ratios[each], least, limit)):
+                done[each] = line_of(name_of(each), verdict, limit, f"{len(ratios[each])} repetitions")
     return [done[each] for each in benchmarks]
 
 
@@ -157,8 +160,8 @@ def _round(
 ) -> Line | None:
     """Three repetitions of one benchmark; a line when it fails."""
     op, case = each
-    for turn in range(RESTART):
-        answers = [s.ask("prepare", op=op, case=case, check=first and turn == 0) for s in sides]
+    for number in range(RESTART):
+        answers = [s.ask("prepare", op=op, case=case, check=first and number == 0) for s in sides]
         errors = [f"{n}: {x['error']}" for n, x in zip("AB", answers, strict=True) if "error" in x]
         if errors:
             return Line(name_of(each), MISSING, note="; ".join(errors))
@@ -223,7 +226,7 @@ def file_line(name: str, old: dict[str, Any] | None, new: dict[str, Any] | None,
 
 def table(lines: Sequence[Line], markdown: bool = False) -> str:
     """The verdicts for a terminal, or for a pull request."""
-    head = ("benchmark", "verdict", "B / A", "99 % interval", "margin", "note")
+    head = ("benchmark", "verdict", "B / A", "interval", "margin", "note")
     rows = [head]
     for line in sorted(lines, key=lambda x: (not x.failed, x.kind == SAME, x.benchmark)):
         numbers = ("–", "–") if line.ratio is None else (f"{line.ratio:.3f}", f"{line.low:.3f} to {line.high:.3f}")

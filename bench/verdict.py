@@ -1,8 +1,9 @@
 """Is B slower than A? A verdict from paired log ratios, with the interval that it rests on.
 
 The interval is that of the median, by order statistics (the sign test turned round): it assumes no distribution, which
-timings do not have, and one wild repetition moves it by one rank and no more. Two files of unpaired samples get a
-bootstrap interval of the ratio of medians instead.
+timings do not have, and one wild repetition moves it by one rank and no more. Who looks again and again is wrong more often
+than once in a hundred: repetitions are judged at `LOOKS` only, whose shares of error add up to one per cent. Two files of
+unpaired samples get a bootstrap interval of the ratio of medians instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 SAME, FASTER, SLOWER, AMBIGUOUS = "SAME", "FASTER", "SLOWER", "AMBIGUOUS"
 CONFIDENCE = 0.99  # a gate judges many benchmarks at once
 MIN_REPETITIONS = 9  # the fewest whose extremes hold the median with 99 %: 1 - 2 / 2^9 = 99.6 %
+LOOKS = {1: 0.996, 2: 0.998, 4: 0.998, 8: 0.998}  # times the least repetitions -> confidence of its interval
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,13 @@ class Verdict:
     high: float
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The narrowest symmetric pair of order statistics that holds the median with at least `CONFIDENCE`."""
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The narrowest symmetric pair of order statistics that holds the median with at least `confidence`."""
     n = len(values)
     if n < MIN_REPETITIONS:
         raise ValueError(f"a verdict needs at least {MIN_REPETITIONS} repetitions, got {n}")
     tail, rank = 0.0, 0
-    while 2 * (tail + math.comb(n, rank) / 2**n) <= 1 - CONFIDENCE:
+    while 2 * (tail + math.comb(n, rank) / 2**n) <= 1 - confidence:
         tail += math.comb(n, rank) / 2**n
         rank += 1
     ordered = sorted(values)
@@ -54,10 +56,17 @@ def judge(ratio: float, low: float, high: float, margin: float) -> Verdict:
     return Verdict(kind, ratio, low, high)
 
 
-def of_pairs(log_ratios: Sequence[float], margin: float) -> Verdict:
-    """The verdict over repetitions, each log(time of B / time of A)."""
-    low, high = median_interval(log_ratios)
-    return judge(math.exp(statistics.median(log_ratios)), math.exp(low), math.exp(high), margin)
+def look(log_ratios: Sequence[float], least: int, margin: float) -> Verdict | None:
+    """The verdict over repetitions, each log(time of B / time of A), where this many are judged; None to go on.
+
+    AMBIGUOUS is told at the last look only, when there are eight times `least` repetitions.
+    """
+    confidence = LOOKS.get(len(log_ratios) // least) if len(log_ratios) % least == 0 else None
+    if confidence is None:
+        return None
+    low, high = median_interval(log_ratios, confidence)
+    found = judge(math.exp(statistics.median(log_ratios)), math.exp(low), math.exp(high), margin)
+    return found if found.kind != AMBIGUOUS or len(log_ratios) == least * max(LOOKS) else None
 
 
 def of_samples(a: Sequence[float], b: Sequence[float], margin: float, rounds: int = 2000) -> Verdict:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +39,46 @@ def test_the_interval_holds_the_median_as_often_as_it_says(n: int) -> None:
         low, high = verdict.median_interval([rng.expovariate(1.0) for _ in range(n)])
         hits += low <= math.log(2) <= high
     assert hits / 2000 > verdict.CONFIDENCE - 0.008  # three standard errors
+
+
+def told_at(log_ratios: Callable[[], float], least: int = 9) -> tuple[str, int]:
+    """The verdict over ratios that come one by one, and after how many."""
+    values: list[float] = []
+    while not (found := verdict.look(values, least, 0.03) if values else None):
+        values.append(log_ratios())
+    return found.kind, len(values)
+
+
+def test_repetitions_are_judged_at_four_looks_whose_errors_add_up_to_one_per_cent() -> None:
+    assert sum(1 - confidence for confidence in verdict.LOOKS.values()) <= 1 - verdict.CONFIDENCE + 1e-9
+    undecided = itertools.cycle([-1.0, 1.0])
+    assert told_at(lambda: next(undecided)) == ("AMBIGUOUS", 72)
+    assert told_at(lambda: next(undecided), 12) == ("AMBIGUOUS", 96)
+    late = itertools.chain([-1.0, 1.0] * 5, itertools.repeat(0.2))
+    assert told_at(lambda: next(late)) == ("SLOWER", 36)  # would be so after 24, but nobody looks then
+
+
+@pytest.mark.parametrize("edge", [1.03, 1 / 1.03])
+def test_a_change_as_large_as_the_margin_is_rarely_called_larger(edge: float) -> None:
+    rng = random.Random(5)
+    kinds = [told_at(lambda: math.log(edge) + noisy(rng, 0.02))[0] for _ in range(3000)]
+    beyond = "SLOWER" if edge > 1 else "FASTER"
+    assert kinds.count(beyond) / 3000 < 0.005 + 0.004  # a half of the error, and three standard errors
+    assert kinds.count("SAME") / 3000 < 0.005 + 0.004
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.03, 0.06])
+def test_ten_percent_are_found_in_noise_that_never_makes_a_difference_of_its_own(spread: float) -> None:
+    rng = random.Random(6)
+    planted = [told_at(lambda: math.log(1.1) + noisy(rng, spread))[0] for _ in range(1000)]
+    alike = [told_at(lambda: noisy(rng, spread))[0] for _ in range(1000)]
+    assert planted.count("SLOWER") >= 999
+    assert not {"SLOWER", "FASTER"} & set(alike)
+
+
+def noisy(rng: random.Random, spread: float) -> float:
+    """One repetition in ten is wild, to either side."""
+    return rng.gauss(0.0, spread) if rng.random() > 0.1 else rng.gauss(0.0, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +245,36 @@ def test_what_the_sides_say_becomes_a_verdict(monkeypatch: pytest.MonkeyPatch, o
     (line,) = compare_trees(Path("base"), Path(other), [CASE])
     assert line.kind == expected
     assert line.failed == (expected not in ("SAME", "FASTER"))
+
+
+class Weather(Told):
+    """A side on a machine that drifts, shared by both, and whose samples and controls are interrupted now and then."""
+
+    rng = random.Random(7)
+    speed: ClassVar[float] = 1.0
+
+    def ask(self, do: str, **words: Any) -> dict[str, Any]:
+        if do != "sample":
+            return super().ask(do, **words)
+        Weather.speed *= math.exp(self.rng.gauss(0.0, 0.01))
+        seconds = self.answers["sample"]["times"][0]
+        times, controls = (
+            [self.speed * s * self.rng.choice((1.0, 1.0, 1.0, 1.4)) * math.exp(self.rng.gauss(0.0, 0.02)) for s in each]
+            for each in ([seconds] * words["count"], [1.0] * words["count"])
+        )
+        if self.rng.random() < 0.1:
+            controls = [1.5 * c for c in controls]
+        return {"times": times, "controls": controls}
+
+
+@pytest.mark.parametrize(
+    ("other", "right"), [("base", {"SAME", "AMBIGUOUS"}), ("slow", {"SLOWER"}), ("fast", {"FASTER"})]
+)
+def test_the_verdict_is_right_in_bad_weather(monkeypatch: pytest.MonkeyPatch, other: str, right: set[str]) -> None:
+    monkeypatch.setattr(gate, "Side", Weather)
+    found = [compare_trees(Path("base"), Path(other), [CASE])[0].kind for _ in range(200)]
+    assert set(found) <= right
+    assert "SAME" not in right or found.count("SAME") >= 198
 
 
 def test_a_changed_output_passes_where_it_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", help="B: the same kind of thing")
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this op; may be repeated")
     parser.add_argument("--full", action="store_true", help="every problem of the ops instead of one each")
-    parser.add_argument("--repetitions", type=int, default=9, help="at least this many pairs (default and least: 9)")
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=9,
+        help="of each benchmark; up to eight times as many while undecided (default and least: 9)",
+    )
     parser.add_argument("--margin", type=float, help="relative difference that is let pass (default: 0.03; files: 0.1)")
     parser.add_argument(
         "--changed",
@@ -61,7 +66,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
             chosen,
             threads=args.threads,
             repetitions=args.repetitions,
-            most=max(27, args.repetitions),
             margin=args.margin or gate.MARGIN,
             changed=args.changed,
             say=lambda text: print(text, file=sys.stderr),
