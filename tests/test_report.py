@@ -240,6 +240,7 @@ addEventListener("load", () => {
   out.width = document.documentElement.clientWidth;
   out.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   const seen = [...document.querySelectorAll("svg.chart")].filter((c) => c.getBoundingClientRect().width > 0);
+  out.cut = [...document.querySelectorAll(".scroll:not(.any), pre")].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.textContent.trim().slice(0, 30));
   out.charts = seen.length;
   out.empty = seen.filter((c) => c.getBoundingClientRect().height < 50).length;
   const mark = seen[0].querySelector("[data-tip]");
@@ -287,6 +288,7 @@ def test_the_page_fits_its_screen_and_tells_what_is_tapped(
     said = probe(report[1], tmp_path, width)
     assert int(said["width"]) == width
     assert said["overflow"] == "0"
+    assert said["cut"] == ""  # no table and no command goes on beyond its box
     assert (said["charts"], said["empty"]) == ("8", "0")
     assert "GB/s" in said["said"] or "FLOP/s" in said["said"]
     assert (said["inside"], said["after"]) == ("true", "true")
@@ -298,5 +300,8 @@ def test_the_page_is_dark_where_that_is_preferred(report: tuple[dict[str, Any], 
 
 
 def test_the_page_can_be_printed(report: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    dark = re.findall(r"@media[^{]*prefers-color-scheme[^{]*", report[1].read_text())
+    assert dark
+    assert all("screen" in query for query in dark), dark  # ink on paper, whatever the screen's colours
     chromium(report[1], tmp_path, 1100, f"--print-to-pdf={tmp_path / 'page.pdf'}")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")

@@ -18,7 +18,7 @@ from pykernels.roofline import charts, latency_charts, print_report, render, uni
 from pykernels.roofline.report import lookup, validate
 from pykernels.roofline.svg import Box, Scale, place
 
-VOID = {"meta", "br", "hr", "img", "input", "link"}
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 
 
 class Page(html.parser.HTMLParser):
